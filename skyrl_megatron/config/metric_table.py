@@ -216,6 +216,7 @@ TABLE = (
         "above 0: overflow",
     ),
     Metric("policy/num_microbatches", "", "Micro-batches of a data-parallel replica in an update"),
+    Metric("policy/shared_prefix_share", "share", "Tokens of an update that `share_prefixes` did not compute again"),
     Metric(
         "policy/loss_metrics/clip_ratio",
         "share",

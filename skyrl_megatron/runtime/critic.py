@@ -54,7 +54,7 @@ class CriticEngine(MegatronEngine):
 
 def response_values(output: Tensor, packed: PackedInputs) -> Tensor:
     """Map the value head's output, [1, p, 1] (padded: [b, S, 1]) → values [b, T], equal on all tp and cp ranks."""
-    return packed.to_responses(output.flatten())
+    return packed.sources_to_responses(output.flatten())
 
 
 class ValueStep(ForwardStep):

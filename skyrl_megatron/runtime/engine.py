@@ -30,7 +30,8 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.data.splitting import aligned, joined, plan_micro_batches, rows_by_adapter, units
+from skyrl_megatron.data.prefixes import PrefixTree, SharedPrefixes
+from skyrl_megatron.data.splitting import TOGETHER, aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
     ForwardStep,
@@ -349,11 +350,18 @@ class MegatronEngine(TrainedModel):
     def _micro_batches(self, batch: TrainingBatch, rows: int) -> list[MicroBatch]:
         """Split the replica's rows into packed micro-batches on the device; every replica gets the same number."""
         trainer, alignment, parts = self.cfg.trainer, self.groups.parallel.alignment, units(batch)
-        lengths = aligned(batch.lengths, alignment)
+        lengths, most = aligned(batch.lengths, alignment), trainer.max_tokens_per_microbatch
+        prefixes = self._shared_prefixes(batch)
+        if prefixes is not None and not batch.metadata.get(TOGETHER):
+            parts, rows = prefixes.parts(batch.lengths, alignment, most, rows), 1
+        if prefixes is None:
+            tokens = [lengths[part].sum() for part in parts]
+        else:
+            tokens = [prefixes.tokens(part, batch.lengths, alignment) for part in parts]
         plan = plan_micro_batches(
-            np.array([lengths[part].sum() for part in parts]),
+            np.array(tokens, np.int64),
             alignment=alignment,
-            max_tokens=trainer.max_tokens_per_microbatch,
+            max_tokens=most,
             rows=rows,
             # The interleaved schedule of virtual stages takes micro-batches in groups of pp.
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
@@ -361,16 +369,51 @@ class MegatronEngine(TrainedModel):
         )
         plan = planned(self.parts, batch, parts, plan, rows)
         target = device.device()
-        micro_batches = []
+        micro_batches, self._computed_tokens = [], 0
         for chosen in (joined(parts, share) for share in plan):
+            tree = None
+            if prefixes is not None and len(chosen):
+                chosen, shared = prefixes.among(chosen)
+                tree = PrefixTree.of(batch.lengths[chosen], shared)
+                self._computed_tokens += int(tree.lengths.sum())
+            else:
+                self._computed_tokens += int(batch.lengths[chosen].sum())
             # A replica with fewer rows runs padding, because all replicas must enter the same expert collectives.
             part = (batch.select(chosen) if len(chosen) else batch.blank_row()).padded()
             padded = not trainer.use_sample_packing
             packed = pack(
-                part, self.groups, target, padded=padded, replayed=self._replayed, by_sequence=self._by_sequence
+                part,
+                self.groups,
+                target,
+                padded=padded,
+                replayed=self._replayed,
+                by_sequence=self._by_sequence,
+                tree=tree,
             )
             micro_batches.append(MicroBatch(chosen, part.to(target), packed))
         return micro_batches
+
+    def _shared_prefixes(self, batch: TrainingBatch) -> SharedPrefixes | None:
+        """Return what the rows of this replica share; None if prefixes are not shared, or there are none."""
+        if not self.shares_prefixes or len(batch) < 2:
+            return None
+        routes = batch.rollout_routes if self._replayed else []
+
+        def same(row: int, other: int, tokens: int) -> int:
+            one, two = (routes[number] if routes else None for number in (row, other))
+            if one is None or two is None:
+                return tokens if one is two else 0
+            known = min(len(one), len(two), tokens)
+            layers = list(self._replayed)
+            unlike = (one[:known, layers] != two[:known, layers]).any((1, 2))
+            return int(unlike.argmax()) if unlike.any() else tokens if len(one) == len(two) else known
+
+        prefixes = SharedPrefixes.of(batch.tokens.numpy(), batch.lengths, same)
+        if self.megatron.moe_enable_routing_replay and batch.rollout_routes:
+            # each stage compares the routes of its layers, and all must share the same tokens
+            least = group_maximum([-shared for shared in prefixes.shared.tolist()], self.groups.pp)
+            prefixes = SharedPrefixes(prefixes.order, -np.asarray(least, np.int64))
+        return prefixes if prefixes.shared.any() else None
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:
         """Count the tokens of all replicas without padding: the denominator of the auxiliary losses."""
@@ -398,6 +441,8 @@ class MegatronEngine(TrainedModel):
             "peak_memory_bytes": float(device.peak_memory_bytes()),
             "num_microbatches": float(micro_batches),
         }
+        if self.shares_prefixes:
+            speed["shared_prefix_share"] = 1.0 - self._computed_tokens / float(batch.lengths.sum())
         peak = peak_flops(self.cfg.trainer.peak_flops_per_rank)
         return speed if peak is None else speed | {"mfu": speed["flops_per_second_per_rank"] / peak}
 

@@ -113,8 +113,10 @@ class LogprobHead:
         output, targets, tp = output.flatten(0, -2), packed.targets, packed.groups.tp
         settings = dataclasses.replace(self.settings, with_entropy=with_entropy)
         if self.weight is None:
-            logprobs, entropy = logprobs_and_entropy(output, targets, tp, settings, packed.support)
+            further = packed.further_sources
+            logprobs, entropy = logprobs_and_entropy(output, targets, tp, settings, packed.support, further)
         else:
+            output = packed.at_edges(output)
             low_rank = self.low_rank(output) if self.low_rank is not None else None
             logprobs, entropy = fused_logprobs_and_entropy(
                 output, self.weight, targets, tp, settings, low_rank, packed.support
@@ -242,6 +244,6 @@ class PolicyStep(TrainingStep):
         batch, packed = micro_batch.batch, micro_batch.packed
         if batch.teacher_top_ids is None or batch.teacher_top_logprobs is None or not self.objective.compares_top:
             return None
-        ids = packed.to_positions(batch.teacher_top_ids)
-        logprobs = logprobs_of(output.flatten(0, -2), ids, packed.groups.tp, self.head.settings)
+        ids = packed.to_edges(batch.teacher_top_ids)
+        logprobs = logprobs_of(packed.at_edges(output.flatten(0, -2)), ids, packed.groups.tp, self.head.settings)
         return packed.to_responses(logprobs), batch.teacher_top_logprobs

@@ -41,14 +41,17 @@ def logprobs_and_entropy(
     group: dist.ProcessGroup,
     settings: SoftmaxSettings,
     support: Support | None = None,
+    further: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target and, with ``with_entropy``, the entropy; both [P] float32, in nats.
+    """Return the log-prob of each target and, with ``with_entropy``, the entropy; both [P + x] float32, in nats.
 
-    ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P] int64 in [0, vocab_size). Vocabulary padding
-    has probability 0. The result is equal on every rank of ``group``; each rank gets the gradient of its own columns.
-    ``support``: the tokens over which each softmax is taken, including the target; None: the vocabulary.
+    ``logits``: [P, V_padded / tp], this rank's columns; ``targets``: [P + x] int64 in [0, vocab_size). ``further``:
+    [x] int64, the row of ``logits`` of each target after the first P; None: x is 0. Vocabulary padding has probability
+    0. The result is equal on every rank of ``group``; each rank gets the gradient of its own columns. ``support``: the
+    tokens over which each softmax is taken, including the target; None: the vocabulary.
     """
-    logprobs, entropy = _FromLogits.apply(logits, targets, group, settings, support)  # type: ignore[no-untyped-call]
+    every = logits, targets, group, settings, support, further
+    logprobs, entropy = _FromLogits.apply(*every)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
 
 
@@ -118,8 +121,8 @@ class _Columns:
         # of the real columns: equal memory for chunks of tokens (forward) and blocks of columns (backward)
         return [slice(start, min(start + size, self.real)) for start in range(0, self.real, size)]
 
-    def chunks(self) -> list[slice]:
-        tokens = len(self.targets)
+    def chunks(self, tokens: int | None = None) -> list[slice]:
+        tokens = len(self.targets) if tokens is None else tokens
         size = self.settings.chunk_size or max(tokens, 1)
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
@@ -230,25 +233,42 @@ class _FromLogits(torch.autograd.Function):
         group: dist.ProcessGroup,
         settings: SoftmaxSettings,
         support: Support | None,
+        further: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         columns = _Columns.of(targets, logits.shape[-1], group, settings, support)
-        logprobs, entropy, softmax = columns.forward(lambda rows: logits[rows, : columns.real])
-        ctx.save_for_backward(logits, softmax)
+        logprobs, entropy, softmax = columns.forward(lambda rows: _rows(logits, rows, columns.real, further))
+        ctx.save_for_backward(logits, softmax, further)
         ctx.columns = columns
         return _outputs(ctx, logprobs, entropy)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         columns: _Columns = ctx.columns
-        logits, softmax = ctx.saved_tensors
+        logits, softmax, further = ctx.saved_tensors
+        coefficients = columns.coefficients(softmax, *grads)
+        # first: they need the logits, and become the gradients of their own copies
+        extra = None
+        if further is not None:
+            extra = logits[further, : columns.real]
+            columns.backward(extra, slice(len(logits), len(columns.targets)), coefficients, extra)
         # the logits are the largest tensor of a micro-batch: their gradient takes their memory
         grad = logits.detach() if columns.settings.overwrite else torch.empty_like(logits)
-        coefficients = columns.coefficients(softmax, *grads)
-        for rows in columns.chunks():
+        for rows in columns.chunks(len(logits)):
             columns.backward(logits[rows, : columns.real], rows, coefficients, grad[rows, : columns.real])
         # padding has probability 0 and gets no gradient; empty_like leaves garbage there
         grad[:, columns.real :] = 0.0
-        return grad, None, None, None, None
+        if extra is not None:
+            grad[:, : columns.real].index_add_(0, further, extra)
+        return grad, None, None, None, None, None
+
+
+def _rows(logits: Tensor, rows: slice, real: int, further: Tensor | None) -> Tensor:
+    """Return ``logits`` [P, real] of some targets, of which those after P are of the rows ``further`` [x]."""
+    if rows.stop <= len(logits) or further is None:
+        return logits[rows, :real]
+    index = torch.arange(min(rows.start, len(logits)), len(logits), device=logits.device)
+    after = further[max(rows.start - len(logits), 0) : rows.stop - len(logits)]
+    return logits[torch.cat([index, after]), :real]
 
 
 def _outputs(ctx: Any, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,12 +3,16 @@
 A packed micro-batch is one row of P tokens. Each sequence is padded at its end to the layout's alignment
 (``ParallelConfig.alignment``) and attends only to itself. With ``padded=True`` all sequences are padded to the longest
 and run as a [b, S] batch. This is slower; it is for debugging and for models that do not support packing.
+
+With a :class:`PrefixTree` the pack has each segment of the rows once. A position may then predict several tokens: the
+first tokens of the segments after it. Each such pair of position and token is an edge. Every position has one edge,
+and the further ones follow after the positions, so that log-probs are [p + x] for p positions and x further edges.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +22,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from skyrl_megatron.algorithms.objective import PolicyObjective
-from skyrl_megatron.runtime.model.attention import gather_tokens, local_positions
+from skyrl_megatron.data.prefixes import PrefixTree
+from skyrl_megatron.runtime.model.attention import UnfoldedRows, gather_tokens, local_positions
 from skyrl_megatron.runtime.model.moe import routers_of
 from skyrl_megatron.runtime.model.pass_inputs import SequenceNumbers
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
@@ -128,35 +133,45 @@ def _missing_routes(batch: TrainingBatch) -> Exception | None:
 
 @dataclass(frozen=True, slots=True)
 class PackedInputs:
-    """One micro-batch on this rank: b sequences, P packed tokens over all cp ranks, p = P / cp tokens on this rank."""
+    """One micro-batch on this rank: b rows in s segments (without shared prefixes the rows themselves), P packed
+    tokens over all cp ranks, p = P / cp tokens on this rank."""
 
     tokens: Tensor
     """[1, p] int64 (padded: [b, S])."""
     position_ids: Tensor
-    """[1, p] int64 (padded: [b, S]): position of each token in its sequence."""
+    """[1, p] int64 (padded: [b, S]): position of each token in its row."""
     targets: Tensor
-    """[p] int64 (padded: [b·S]): the token after each token; 0 after the last of a sequence."""
+    """[p + x] int64 (padded: [b·S]): the token of each edge; 0 after the last of a row."""
     further_targets: Tensor
-    """[p] int64 (padded: [b·S]): the token after the next; 0 if there is none."""
+    """[p] int64 (padded: [b·S]): the token after the next; 0 if there is none. Not with shared prefixes."""
     padding_mask: Tensor
     """[1, p] bool (padded: [b, S]): True on padding. Routers must not count it."""
     params: PackedSeqParams | None
-    """Sequence boundaries for attention; None when padded."""
+    """Boundaries of segments for attention; None when padded."""
     padded_lengths: tuple[int, ...]
-    """Length of each sequence in the pack, padding included."""
+    """Length of each segment in the pack, padding included."""
     response_columns: Tensor
-    """[b, T] int64: the position that predicts response token (row, t), in the packed global order; 0 if the row has
+    """[b, T] int64: the edge that predicts response token (row, t), in the order of :meth:`_whole`; 0 if the row has
     no token t."""
+    source_columns: Tensor
+    """[b, T] int64: the position before response token (row, t), in the packed global order; 0 if there is none."""
     response_valid: Tensor
     """[b, T] bool: whether the row has a response token t."""
     groups: ProcessGroups
+    further_sources: Tensor | None = None
+    """[x] int64: the position, of p, of each further edge; those that fill up the ranks are of position 0. None: x is
+    0 on every cp rank."""
+    row_positions: tuple[Tensor, ...] | None = None
+    """[n] int64 of each row: where its tokens are in the packed global order. None: the rows are the segments."""
     support: Support | None = None
-    """The tokens that the next token of each of the p (padded: b·S) was sampled from; None: the whole vocabulary."""
+    """The tokens that the token of each edge was sampled from; None: the whole vocabulary."""
     routes: Mapping[int, Tensor] | None = None
     """Layer of the model → [t, K] int16, experts of the t tokens that the layer's router sees on this rank (with tp, a
     part of p); -1 for tokens without a route. None: the model routes."""
     sequences: SequenceNumbers | None = None
     """The sequences of these t tokens. None: no router asks for them."""
+    copies: Tensor | None = None
+    """[t] float32: rows that have each of these t tokens. None: one, for all of them."""
 
     def model_arguments(self) -> dict[str, object]:
         """Return the keyword arguments of ``GPTModel.forward``."""
@@ -167,25 +182,49 @@ class PackedInputs:
             "packed_seq_params": self.params,
             "padding_mask": self.padding_mask,
         }
-        for name in ("routes", "sequences"):  # the model takes them if its routers read them
+        for name in ("routes", "sequences", "copies"):  # the model takes them if its routers read them
             if (value := getattr(self, name)) is not None:
                 arguments[name] = value
         return arguments
 
-    def to_responses(self, per_token: Tensor) -> Tensor:
-        """Map values at predicting positions, [p, …] per cp rank → [b, T, …] on every rank, 0 without a token.
+    def at_edges(self, per_token: Tensor) -> Tensor:
+        """Map values at this rank's positions, [p, …] → [p + x, …] at its edges; differentiable."""
+        if self.further_sources is None:
+            return per_token
+        return torch.cat([per_token, per_token.index_select(0, self.further_sources)])
+
+    def to_responses(self, per_edge: Tensor) -> Tensor:
+        """Map values at edges, [p + x, …] per cp rank → [b, T, …] on every rank, 0 without a token.
 
         Differentiable, if all cp ranks compute the same loss from the result.
         """
+        return self._picked(self._whole(per_edge), self.response_columns)
+
+    def sources_to_responses(self, per_token: Tensor) -> Tensor:
+        """Map values at predicting positions, [p, …] per cp rank → [b, T, …], as :meth:`to_responses`."""
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
+        return self._picked(whole, self.source_columns)
+
+    def _whole(self, per_edge: Tensor) -> Tensor:
+        """Gather [p + x, …] per cp rank → [P + x · cp, …]: positions in the packed global order, further edges."""
+        local = self.targets.shape[0] - (0 if self.further_sources is None else len(self.further_sources))
+        cp = self.groups.cp
+        whole = gather_tokens(per_edge[:local], self.padded_lengths, cp, shared_loss=True)
+        if self.further_sources is None:
+            return whole
+        further = (len(self.further_sources) * cp.size(),)
+        return torch.cat([whole, gather_tokens(per_edge[local:], further, cp, shared_loss=True)])
+
+    def _picked(self, whole: Tensor, columns: Tensor) -> Tensor:
         valid = self.response_valid.view(*self.response_valid.shape, *[1] * (whole.dim() - 1))
-        return torch.where(valid, whole[self.response_columns], 0.0)
+        return torch.where(valid, whole[columns], 0.0)
 
     def further_responses(self, per_token: Tensor) -> tuple[Tensor, Tensor]:
         """Return (values two positions before each response token, valid), [b, T] each.
 
-        Valid is False for the second token of a sequence, which has no such position.
+        Valid is False for the second token of a sequence, which has no such position. Not with shared prefixes.
         """
+        assert self.row_positions is None
         whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
         lengths = torch.tensor(self.padded_lengths, device=whole.device)
         begins = (lengths.cumsum(0) - lengths)[:, None]
@@ -200,14 +239,44 @@ class PackedInputs:
             seen = torch.cat(parts)
         tokens = seen.transpose(0, 1).flatten(0, 1)
         whole = gather_tokens(tokens, self.padded_lengths, self.groups.cp, shared_loss=True)
-        return list(whole.split(self.padded_lengths))
+        if self.row_positions is None:
+            return list(whole.split(self.padded_lengths))
+        return [whole.index_select(0, positions) for positions in self.row_positions]
 
-    def to_positions(self, per_response: Tensor) -> Tensor:
-        """Map [b, T, …] → [p, …]: each value at the position that predicts its token; 0 elsewhere."""
-        whole = per_response.new_zeros(sum(self.padded_lengths), *per_response.shape[2:])
+    def to_edges(self, per_response: Tensor) -> Tensor:
+        """Map [b, T, …] → [p + x, …]: each value at the edge that predicts its token; 0 elsewhere."""
+        cp, positions = self.groups.cp, sum(self.padded_lengths)
+        further = 0 if self.further_sources is None else len(self.further_sources)
+        whole = per_response.new_zeros(positions + further * cp.size(), *per_response.shape[2:])
         whole[self.response_columns[self.response_valid]] = per_response[self.response_valid]
-        local = local_positions(self.padded_lengths, self.groups.cp.size(), self.groups.cp.rank())
+        local = _local_edges(self.padded_lengths, further, cp.size(), cp.rank())
         return whole[local.to(whole.device)]
+
+
+def _local_edges(padded_lengths: tuple[int, ...], further: int, cp: int, rank: int) -> Tensor:
+    """Return where the edges of a rank are in the order of :meth:`PackedInputs._whole`, [p + further] int64."""
+    positions = local_positions(padded_lengths, cp, rank)
+    if not further:
+        return positions
+    return torch.cat([positions, sum(padded_lengths) + local_positions((further * cp,), cp, rank)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Edges:
+    """Which edge predicts each response token, and the edges beyond one for each position."""
+
+    columns: Tensor
+    """[b, T] int64, as ``PackedInputs.response_columns``."""
+    sources: Tensor
+    """[b, T] int64, as ``PackedInputs.source_columns``."""
+    valid: Tensor
+    """[b, T] bool."""
+    targets: Tensor
+    """[P + x · cp] int64: the token of each edge, in the order of ``PackedInputs._whole``."""
+    further: Tensor | None = None
+    """[x · cp] int64: position of each further edge in the pack; -1 for those that fill up the ranks."""
+    here: Tensor | slice = field(default=slice(None))
+    """[p + x] int64: this rank's edges in that order."""
 
 
 def pack(
@@ -218,113 +287,191 @@ def pack(
     padded: bool = False,
     replayed: Sequence[int] = (),
     by_sequence: bool = False,
+    tree: PrefixTree | None = None,
 ) -> PackedInputs:
     """Pack the rows of ``batch`` as one micro-batch. A batch without rows becomes one sequence of padding.
 
     ``replayed``: layers of this rank whose routers replay the routes of the batch. ``by_sequence``: routers read which
-    sequence a token is in.
+    sequence a token is in. ``tree``: the segments of the rows, which must have the same routes where they share
+    tokens; None: they share nothing.
     """
+    lengths = [int(length) for length in batch.lengths]
+    if tree is None or tree.is_flat or not len(tree):
+        tree = PrefixTree.separate(lengths)
     # A collective runs for a pack without rows too, so it becomes a sequence of padding.
-    lengths = [int(length) for length in batch.lengths] or [0]
+    sizes = tree.lengths.tolist() or [0]
     alignment = groups.parallel.alignment
-    width = max(-(-max(lengths) // alignment) * alignment, alignment)
-    padded_lengths = tuple(width if padded else max(-(-n // alignment) * alignment, alignment) for n in lengths)
+    width = max(-(-max(sizes) // alignment) * alignment, alignment)
+    padded_lengths = tuple(width if padded else max(-(-n // alignment) * alignment, alignment) for n in sizes)
     total = sum(padded_lengths)
-    starts = [0]
-    for length in padded_lengths[:-1]:
-        starts.append(starts[-1] + length)
+    starts = np.cumsum(padded_lengths) - padded_lengths
 
     tokens = torch.zeros(total, dtype=torch.int64)
     padding = torch.ones(total, dtype=torch.bool)
-    begins = torch.tensor(starts)
-    positions = torch.arange(total) - begins.repeat_interleave(torch.tensor(padded_lengths))
-    if len(batch):
-        sequences, counts = batch.sequences.cpu(), torch.tensor(lengths)[:, None]
-        index = torch.arange(sequences.shape[1]) - (sequences.shape[1] - counts)  # [b, W], in its sequence; < 0: none
-        taken = (begins[:, None] + index)[index >= 0]
-        tokens[taken] = sequences[index >= 0]
-        padding[taken] = False
-    # The next position belongs to another sequence, or to padding: 0 is a valid token whose loss nobody reads.
-    nothing_follows = torch.cat([padding[1:] | (positions[1:] == 0), padding.new_ones(1)])
-    targets = tokens.roll(-1).masked_fill(nothing_follows, 0)
-    further = targets.roll(-1).masked_fill(nothing_follows, 0)
+    begins = torch.from_numpy(starts)
+    depths = torch.from_numpy(tree.begins) if len(tree) else torch.zeros(1, dtype=torch.int64)
+    positions = torch.arange(total) - (begins - depths).repeat_interleave(torch.tensor(padded_lengths))
+    rows_tokens = [line[len(line) - n :] for line, n in zip(batch.sequences.cpu(), lengths, strict=True)]
+    for start, begin, size, row in zip(starts.tolist(), tree.begins, tree.lengths, tree.rows, strict=False):
+        tokens[start : start + size] = rows_tokens[row][begin : begin + size]
+        padding[start : start + size] = False
+    row_positions = _row_positions(tree, starts)
 
-    columns, valid = _response_index(batch, lengths, starts)
+    cp = groups.cp
+    edges = _edges(batch, tree, tokens, padding, begins, row_positions, padded_lengths, groups)
+    # The next position belongs to another sequence, or to padding: 0 is a valid token whose loss nobody reads.
+    targets = edges.targets[:total]
+    further = targets.roll(-1).masked_fill(_nothing_follows(padding, begins), 0)
     local: Tensor | slice = slice(None)
     if padded:
         # The split over cp follows the boundaries of the pack, which a padded batch does not have.
-        assert groups.cp.size() == 1, "padded inputs cannot be split over context-parallel ranks"
-        shape, params = (len(lengths), width), None
+        assert cp.size() == 1, "padded inputs cannot be split over context-parallel ranks"
+        assert tree.is_flat, "shared prefixes need packed inputs"
+        shape, params = (len(padded_lengths), width), None
     else:
-        local = local_positions(padded_lengths, groups.cp.size(), groups.cp.rank())
-        tokens, targets, further, positions, padding = (
-            values[local] for values in (tokens, targets, further, positions, padding)
-        )
-        shape, params = (1, len(tokens)), _sequence_params(padded_lengths, positions, padding, device)
+        local = local_positions(padded_lengths, cp.size(), cp.rank())
+        tokens, further, positions, padding = (values[local] for values in (tokens, further, positions, padding))
+        shape = (1, len(tokens))
+        params = _sequence_params(padded_lengths, tree, row_positions, positions, padding, device)
+    here = local if isinstance(edges.here, slice) else edges.here
+    further_sources = None
+    if edges.further is not None:
+        place = torch.zeros(total, dtype=torch.int64)
+        place[local] = torch.arange(len(tokens.flatten()))
+        of_rank = edges.further[local_positions((len(edges.further),), cp.size(), cp.rank())]
+        further_sources = place[of_rank.clamp(min=0)].masked_fill(of_rank < 0, 0).to(device)
+    is_flat = tree.is_flat
     return PackedInputs(
         tokens=tokens.view(shape).to(device),
         position_ids=positions.view(shape).to(device),
-        targets=targets.to(device),
+        targets=edges.targets[here].to(device),
         further_targets=further.to(device),
         padding_mask=padding.view(shape).to(device),
         params=params,
         padded_lengths=padded_lengths,
-        response_columns=columns.to(device),
-        response_valid=valid.to(device),
+        response_columns=edges.columns.to(device),
+        source_columns=edges.sources.to(device),
+        response_valid=edges.valid.to(device),
         groups=groups,
-        support=_support(batch, lengths, starts, total, local, device),
-        routes=_routes(batch, lengths, starts, total, local, shape, replayed, groups, device),
+        further_sources=further_sources,
+        row_positions=None if is_flat else tuple(index.to(device) for index in row_positions),
+        support=_support(batch, edges, here, device),
+        routes=_routes(batch, tree, starts, total, local, shape, replayed, groups, device),
         sequences=_sequences(padded_lengths, local, shape, groups, device) if by_sequence else None,
+        copies=None if is_flat else _copies(tree, padded_lengths, local, shape, groups, device),
     )
 
 
-def _response_index(batch: PaddedBatch, lengths: list[int], starts: list[int]) -> tuple[Tensor, Tensor]:
-    """Return (columns [b, T], valid [b, T]) as in :class:`PackedInputs`.
+def _row_positions(tree: PrefixTree, starts: np.ndarray) -> list[Tensor]:
+    """Return where the tokens of each row are in the pack, [n] int64 each. ``starts``: [s] of the segments."""
+    whole: list[np.ndarray] = []
+    for segment in range(len(tree)):
+        own = np.arange(starts[segment], starts[segment] + tree.lengths[segment])
+        parent = int(tree.parents[segment])
+        whole.append(own if parent < 0 else np.concatenate([whole[parent], own]))
+    none = np.zeros(0, np.int64)
+    return [torch.from_numpy(whole[last] if last >= 0 else none) for last in tree.last.tolist()]
+
+
+def _nothing_follows(padding: Tensor, begins: Tensor) -> Tensor:
+    """Return [P] bool: whether the next position is padding, or begins a segment."""
+    starts = torch.zeros_like(padding)
+    starts[begins] = True
+    return torch.cat([(padding | starts)[1:], padding.new_ones(1)])
+
+
+def _edges(
+    batch: PaddedBatch,
+    tree: PrefixTree,
+    tokens: Tensor,
+    padding: Tensor,
+    begins: Tensor,
+    row_positions: Sequence[Tensor],
+    padded_lengths: tuple[int, ...],
+    groups: ProcessGroups,
+) -> _Edges:
+    """Return the edges of the response tokens. Rows share an edge if it predicts the same token and nothing else that
+    its log-probs are computed with (sampling support, a teacher's top-k) differs.
 
     Response token t of a row is T − t positions before the row's end, and the position before it predicts it. No
-    position predicts the first token of a sequence, so a response never includes it.
+    position predicts the first token of a row, so a response never includes it.
     """
+    targets = tokens.roll(-1).masked_fill(_nothing_follows(padding, begins), 0)
     rows, width = len(batch), batch.response_mask.shape[1]
     if not rows:
-        return torch.zeros(1, width, dtype=torch.int64), torch.zeros(1, width, dtype=torch.bool)
-    # Responses are right-aligned in the batch, so columns count from the end of a row.
-    ends = torch.tensor([start + length for start, length in zip(starts, lengths, strict=True)])
-    columns = ends[:, None] - width + torch.arange(width)[None, :] - 1
-    valid = (columns >= torch.tensor(starts)[:, None]) & (batch.response_mask.cpu() > 0)
-    return torch.where(valid, columns, 0), valid
+        none = torch.zeros(1, width, dtype=torch.int64)
+        return _Edges(none, none, none.bool(), targets)
+    sources, predicted = torch.zeros(2, rows, width, dtype=torch.int64)
+    valid = torch.zeros(rows, width, dtype=torch.bool)
+    shown = batch.response_mask.cpu() > 0
+    for row, where in enumerate(row_positions):
+        count = min(width, len(where) - 1)
+        if count > 0:
+            of_row = slice(width - count, width)
+            sources[row, of_row], predicted[row, of_row] = where[-count - 1 : -1], tokens[where[-count:]]
+            valid[row, of_row] = shown[row, of_row]
+    sources = torch.where(valid, sources, 0)
+    if tree.is_flat:
+        return _Edges(sources, sources, valid, targets)
+    own = bool(batch.rollout_support) or batch.teacher_top_ids is not None
+    numbers = torch.arange(rows)[:, None].expand_as(sources) if own else predicted
+    needed = torch.stack([sources[valid], numbers[valid], predicted[valid]], 1)
+    # sorted by position: the first edge of each has the place of the position
+    unique, edge_of = needed.unique(dim=0, return_inverse=True)
+    is_first = torch.ones(len(unique), dtype=torch.bool)
+    is_first[1:] = unique[1:, 0] != unique[:-1, 0]
+    targets[unique[is_first, 0]] = unique[is_first, 2]
+    others = unique[~is_first]
+    if not len(others):
+        columns = torch.where(valid, sources, 0)
+        return _Edges(columns, sources, valid, targets)
+    cp, total = groups.cp, len(tokens)
+    owners = torch.zeros(total, dtype=torch.int64)
+    for rank in range(cp.size()):
+        owners[local_positions(padded_lengths, cp.size(), rank)] = rank
+    owner = owners[others[:, 0]]
+    most = int(torch.bincount(owner, minlength=cp.size()).max())
+    most += most % 2 if cp.size() > 1 else 0  # a rank has two equal chunks
+    further = torch.full((most * cp.size(),), -1, dtype=torch.int64)
+    further_targets, number = torch.zeros_like(further), torch.zeros(len(others), dtype=torch.int64)
+    for rank in range(cp.size()):
+        of_rank = (owner == rank).nonzero().squeeze(1)
+        taken = local_positions((most * cp.size(),), cp.size(), rank)[: len(of_rank)]
+        further[taken], further_targets[taken] = others[of_rank, 0], others[of_rank, 2]
+        number[of_rank] = taken
+    column = unique[:, 0].clone()
+    column[~is_first] = total + number
+    columns = torch.zeros_like(sources)
+    columns[valid] = column[edge_of]
+    here = _local_edges(padded_lengths, most, cp.size(), cp.rank())
+    return _Edges(columns, sources, valid, torch.cat([targets, further_targets]), further, here)
 
 
-def _support(
-    batch: PaddedBatch,
-    lengths: list[int],
-    starts: list[int],
-    total: int,
-    local: Tensor | slice,
-    device: torch.device,
-) -> Support | None:
-    """Return the sampling support of response tokens at the predicting positions of this rank."""
+def _support(batch: PaddedBatch, edges: _Edges, here: Tensor | slice, device: torch.device) -> Support | None:
+    """Return the sampling support of the tokens of this rank's edges."""
     if not batch.rollout_support:
         return None
-    counts = np.zeros(total, np.int64)
-    pieces = [np.zeros(0, np.uint16)]
-    for start, length, support in zip(starts, lengths, batch.rollout_support, strict=True):
-        predicted = support.last(min(len(support), max(length - 1, 0)))  # no position predicts the first token
-        end = start + length - 1
-        counts[end - len(predicted) : end] = predicted.counts
+    # of each edge: its entries, and the first of them among all
+    counts, first = np.zeros((2, len(edges.targets)), np.int64)
+    columns, valid, before, pieces = edges.columns.numpy(), edges.valid.numpy(), 0, [np.zeros(0, np.uint16)]
+    for support, of_row, shown in zip(batch.rollout_support, columns, valid, strict=True):
+        predicted = support.last(min(len(support), len(of_row)))
+        of_row, shown = (values[len(values) - len(predicted) :] for values in (of_row, shown))
+        starts = before + np.cumsum(predicted.counts, dtype=np.int64) - predicted.counts
+        counts[of_row[shown]], first[of_row[shown]] = predicted.counts[shown], starts[shown]
+        before += len(predicted.ids)
         pieces.append(predicted.ids)
-    ids = np.concatenate(pieces)
-    begins = np.cumsum(counts) - counts
-    if isinstance(local, Tensor):
-        begins, counts = begins[local.numpy()], counts[local.numpy()]
-        before = np.cumsum(counts) - counts
-        ids = ids[np.repeat(begins - before, counts) + np.arange(counts.sum())]
-    return Support.of(ids, counts, device)
+    chosen = here.numpy() if isinstance(here, Tensor) else here
+    counts, first = counts[chosen], first[chosen]
+    # the entries of an edge follow one another, from its first one on
+    index = np.repeat(first - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+    return Support.of(np.concatenate(pieces)[index], counts, device)
 
 
 def _routes(
     batch: PaddedBatch,
-    lengths: list[int],
-    starts: list[int],
+    tree: PrefixTree,
+    starts: np.ndarray,
     total: int,
     local: Tensor | slice,
     shape: tuple[int, int],
@@ -337,12 +484,25 @@ def _routes(
     if not layers or not recorded:
         return None
     placed = np.full((total, len(layers), recorded[0].shape[2]), -1, np.int16)
-    for start, length, routes in zip(starts, lengths, batch.rollout_routes, strict=True):
-        if routes is not None:
-            count = min(len(routes), length)
-            placed[start : start + count] = routes[:count, list(layers)]
+    for start, begin, size, row in zip(starts.tolist(), tree.begins, tree.lengths, tree.rows, strict=True):
+        if (routes := batch.rollout_routes[row]) is not None:
+            of_segment = routes[begin : begin + size, list(layers)]
+            placed[start : start + len(of_segment)] = of_segment
     here = _for_routers(torch.from_numpy(placed)[local], shape, groups).transpose(0, 1).contiguous().to(device)
     return dict(zip(layers, here, strict=True))
+
+
+def _copies(
+    tree: PrefixTree,
+    padded_lengths: tuple[int, ...],
+    local: Tensor | slice,
+    shape: tuple[int, int],
+    groups: ProcessGroups,
+    device: torch.device,
+) -> Tensor:
+    """Return how many rows have each token that this rank routes."""
+    users = torch.from_numpy(tree.users).float().repeat_interleave(torch.tensor(padded_lengths))[local]
+    return _for_routers(users, shape, groups).to(device)
 
 
 def _sequences(
@@ -366,22 +526,31 @@ def _for_routers(tokens: Tensor, shape: tuple[int, int], groups: ProcessGroups) 
 
 
 def _sequence_params(
-    padded_lengths: tuple[int, ...], positions: Tensor, padding: Tensor, device: torch.device
+    padded_lengths: tuple[int, ...],
+    tree: PrefixTree,
+    row_positions: Sequence[Tensor],
+    positions: Tensor,
+    padding: Tensor,
+    device: torch.device,
 ) -> PackedSeqParams:
-    """Return the sequence boundaries of the global pack; Megatron divides them by cp for local tokens."""
+    """Return the boundaries of segments of the global pack; Megatron divides them by cp for local tokens."""
     boundaries = torch.zeros(len(padded_lengths) + 1, dtype=torch.int32)
     boundaries[1:] = torch.tensor(padded_lengths).cumsum(0)
     boundaries = boundaries.to(device)
+    longest = max(padded_lengths)
     params = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,
         cu_seqlens_kv=boundaries,
         cu_seqlens_q_padded=boundaries,
         cu_seqlens_kv_padded=boundaries,
-        max_seqlen_q=max(padded_lengths),
-        max_seqlen_kv=max(padded_lengths),
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest if tree.is_flat else int((tree.begins + padded_lengths).max()),
     )
     params.padded_lengths = padded_lengths  # read by PackedAttention: host numbers, no device synchronisation
+    # read by PackedAttention: (parent, tokens without padding) of each segment
+    params.segments = None if tree.is_flat else tuple(zip(tree.parents.tolist(), tree.lengths.tolist(), strict=True))
+    params.rows = None if tree.is_flat else UnfoldedRows.of(row_positions, sum(padded_lengths), device)  # by DeltaNet
     params.positions = positions.to(device)  # read by PackedRotary: [p], of this rank's tokens
     params.padding = padding.to(device)  # read by SelectedAttention: [p] bool
     return params

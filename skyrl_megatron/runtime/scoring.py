@@ -86,7 +86,7 @@ class TeacherStep(ForwardStep):
         logprobs, _ = self.head(output, packed)
         scores = logprobs[..., None]
         if self.k:
-            # Over all positions of the pack, as the head does: to_responses picks those that predict a response.
+            # Over all positions of the pack, as the head does: those are picked that predict a response.
             best, ids = top_logprobs(output.flatten(0, -2), self.k, packed.groups.tp, self.head.settings)
-            scores = torch.cat([scores, packed.to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
+            scores = torch.cat([scores, packed.sources_to_responses(torch.cat([best, ids.float()], dim=-1))], dim=-1)
         return loss_for_schedule(scores.new_zeros(()), scores)

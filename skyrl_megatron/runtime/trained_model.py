@@ -20,15 +20,22 @@ from skyrl_megatron.config.roles import (
     is_frozen,
     parallel_config,
 )
+from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
-from skyrl_megatron.runtime.engine_settings import ddp_config, hf_model, parameter_dtype, transformer_kwargs
+from skyrl_megatron.runtime.engine_settings import (
+    ddp_config,
+    hf_model,
+    parameter_dtype,
+    transformer_kwargs,
+    unshared_prefixes,
+)
 from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
 from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
-from skyrl_megatron.runtime.model.moe import number_sequences, routers_of
+from skyrl_megatron.runtime.model.moe import count_copies, number_sequences, routers_of
 from skyrl_megatron.runtime.model.pass_inputs import replay_routes
 from skyrl_megatron.runtime.offload import Offload
 from skyrl_megatron.runtime.optimizer import TrainingState, build_lr_schedule, prepare_training
@@ -103,6 +110,9 @@ class TrainedModel:
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
         # Before gradient buffers and optimizers, whose memory a part may watch.
         self.parts: list[RankPart] = acting_parts(PartSetup(cfg, role, self.model, self.groups, self.flops))
+        self.shares_prefixes = self._share_prefixes()
+        """Whether tokens at the begin of several rows are computed once."""
+        self._computed_tokens = 0
         self.base = self._fingerprint() if self.is_adapted else None
         """Fingerprint of the weights that the adapters are added to."""
         self.adapter_names = adapter_names(cfg) if role == "policy" else ("",)
@@ -120,6 +130,20 @@ class TrainedModel:
         for chunk in self.model.chunks:
             replay_routes(chunk, routers_of([chunk]))
         return tuple(router.layer_number - 1 for router in routers_of(self.model.chunks))
+
+    def _share_prefixes(self) -> bool:
+        """Let the routers count shared tokens; return whether prefixes are shared. Raises ConfigError if they cannot
+        be and must."""
+        wanted = self.cfg.trainer.share_prefixes
+        if wanted == "never":
+            return False
+        if reason := unshared_prefixes(self.cfg, self.role, self.model.config, self.parts):
+            if wanted == "always":
+                raise ConfigError([Problem("trainer.share_prefixes", wanted, f"{reason}: set it to auto or never")])
+            return False
+        for chunk in self.model.chunks:
+            count_copies(chunk)
+        return True
 
     @property
     def replayed(self) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from skyrl_megatron.runtime.torch_softmax import FLOOR
+from skyrl_megatron.runtime.softmax import FLOOR
 
 BLOCK = 4096
 """Columns per Triton block."""

@@ -33,19 +33,30 @@ def rows(loss):
     ]
 
 
-def batch_of(loss):
+def with_one_prompt(items):
+    """The items, with the prompt of their first sequence before all of their answers."""
+    return [
+        item | {"sequences": [(item["sequences"][0][0], *answer) for _, *answer in item["sequences"]]}
+        for item in items
+    ]
+
+
+def batch_of(loss, one_prompt=False):
     """The batch, with made-up sums of a reference near those of the model."""
     import torch
 
     from skyrl_megatron_supervised.preference_rows import preference_batch
 
-    batch, noise = preference_batch(rows(loss)), np.random.default_rng(6).normal(0, 2, 11)
+    batch, noise = (
+        preference_batch(with_one_prompt(rows(loss)) if one_prompt else rows(loss)),
+        np.random.default_rng(6).normal(0, 2, 11),
+    )
     batch.preferences[:, 1] = -7 * batch.responses.sum(batch.loss_mask) + torch.from_numpy(noise)
     batch.metadata["kto_kl"] = KL
     return batch
 
 
-def step(folder, loss, layout, overrides=None):
+def step(folder, loss, layout, overrides=None, one_prompt=False):
     """(metrics, {HF name: gradient}) of this rank's share."""
     from skyrl_megatron.config.schema.supervised import DPOConfig
     from skyrl_megatron.runtime.hf_weights import stream_hf
@@ -57,7 +68,7 @@ def step(folder, loss, layout, overrides=None):
     algorithm |= {"trainer.algorithm.policy_loss_type": "cross_entropy", "trainer.algorithm.temperature": 1.0}
     cfg = config(folder, **layout, overrides=NO_DISTRIBUTED | algorithm | (overrides or {}))
     cfg.dpo = DPOConfig(loss=loss, **SETTINGS[loss])
-    engine, batch = PreferenceEngine(cfg), batch_of(loss)
+    engine, batch = PreferenceEngine(cfg), batch_of(loss, one_prompt)
     shares = _split(batch, np.arange(len(batch)), engine.flops.forward(batch.lengths), engine.dp_size)
     part = batch.select(shares[engine.dp_rank][0])
     metrics = engine.forward_backward(part)
@@ -172,3 +183,20 @@ def test_pairs_are_not_split(loss):
     assert units(batch)[0].tolist() == ([0, 1] if loss == "kto" else [0, 1, 2])
     shares = [rows for rows, _ in _split(batch, np.arange(len(batch)), batch.lengths.astype(float), 2)]
     assert not {batch.uids[row] for row in shares[0]} & {batch.uids[row] for row in shares[1]}
+
+
+def shared_step(*arguments):
+    """:func:`step` with shared prefixes."""
+    from tests.training.test_shared_prefixes import SHARED, sharing
+
+    with sharing():
+        return step(*arguments, SHARED, True)
+
+
+def test_the_prompt_of_a_pair_is_computed_once(ranks, folder, loss):
+    [(metrics, gradients)] = ranks(1, shared_step, folder, loss, dict(world=1))
+    [(of_rows, want)] = ranks(1, step, folder, loss, dict(world=1), None, True)
+    assert metrics["shared_prefix_share"] > (0.01 if loss == "kto" else 0.1)  # one of its answers has two sequences
+    for name in ("policy_loss", "rewards/chosen"):
+        assert metrics[name] == pytest.approx(of_rows[name], rel=1e-5)
+    close(gradients, want)

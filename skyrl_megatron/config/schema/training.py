@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from skyrl_megatron.config.fields import (
     Bounds,
@@ -164,6 +164,10 @@ class TrainerConfig(BaseConfig):
     """Copy the policy's weights to the reference after each epoch. Checkpoints then contain the reference too."""
     use_sample_packing: bool = True
     """Pack sequences end to end instead of padding them. `remove_microbatch_padding` is another name of this key."""
+    share_prefixes: Literal["auto", "always", "never"] = "never"
+    """Compute tokens once that several rows of a micro-batch begin with, such as the prompt of a group's samples or
+    the calls before an agent's next one. Log-probs, losses and gradients are those of separate rows, to rounding.
+    Set `max_tokens_per_microbatch`, which then counts such tokens once. `auto`: where the model's layers can."""
     eval_batch_size: Count = 1024
     """Number of prompts generated at the same time in evaluation."""
     eval_before_train: bool = True

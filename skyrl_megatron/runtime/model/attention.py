@@ -8,13 +8,16 @@ Megatron's ``DotProductAttention`` supports neither packed sequences nor context
 length (with context parallelism: the two chunks of each) are padded and run in one SDPA call. This is exact, because
 causal queries never see the padding after them. Keys and values are gathered over cp. The plan of a pack is cached by
 its lengths.
+
+With shared prefixes (``data/prefixes.py``) the sequences of a pack are segments. Queries of a segment see its keys and
+those of the segments before it, without their padding. Autograd sums the gradients of keys that several segments see.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -152,6 +155,29 @@ def heads_to_tokens(x: Tensor, padded_lengths: tuple[int, ...], group: dist.Proc
     return exchanged
 
 
+@dataclass(frozen=True, slots=True)
+class UnfoldedRows:
+    """The rows of a pack of segments, each whole, for layers with a state that passes along a row."""
+
+    index: Tensor
+    """[N] int64: where the tokens of the rows, one row after another, are in the pack."""
+    lengths: tuple[int, ...]
+    back: Tensor
+    """[P] int64: the first of these tokens that is each token of the pack; N for padding."""
+
+    @classmethod
+    def of(cls, row_positions: Sequence[Tensor], total: int, device: torch.device) -> UnfoldedRows:
+        """Make them from the positions of each row, [n] int64, in a pack of ``total`` tokens."""
+        index = torch.cat(list(row_positions))
+        back = torch.full((total,), len(index)).scatter_reduce(0, index, torch.arange(len(index)), "amin")
+        return cls(index.to(device), tuple(map(len, filter(len, row_positions))), back.to(device))
+
+    def mixed(self, tokens: Tensor, mix: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Tensor:
+        """Return ``mix`` of whole rows, for the tokens [P, …] of the pack: [P, …]; differentiable."""
+        out = mix(tokens.index_select(0, self.index), self.lengths)
+        return torch.cat([out, out.new_zeros(1, *out.shape[1:])]).index_select(0, self.back)
+
+
 @cache
 def _grouped_queries(grouped: bool) -> dict[str, Any]:
     """Return the ``varlen_attn`` argument for fewer KV heads than query heads: torch 2.13 needs it, 2.11 lacks it."""
@@ -166,8 +192,49 @@ class _QueryChunk:
 
     query_start: int  # in the rank's local tokens
     queries: int
-    key_start: int  # in the packed global order
-    keys: int  # up to the last query's own position
+    key_start: int  # of the sequence, in the packed global order
+    own_keys: int  # of the sequence itself, up to the last query's own position
+    before: tuple[tuple[int, int], ...] = ()  # (start, tokens) of the segments before it, in the packed global order
+
+    @property
+    def keys(self) -> int:
+        return sum(tokens for _, tokens in self.before) + self.own_keys
+
+    def key_index(self) -> Tensor:
+        parts = (*self.before, (self.key_start, self.own_keys))
+        return torch.cat([torch.arange(start, start + tokens) for start, tokens in parts])
+
+
+type Segments = tuple[tuple[int, int], ...]
+"""Of each sequence of a pack: the one before it, which has a lower number (-1: none), and its tokens without
+padding."""
+
+
+def _before(lengths: tuple[int, ...], segments: Segments | None) -> list[tuple[tuple[int, int], ...]]:
+    """Return (start, tokens) of the segments before each sequence, in the packed global order."""
+    if segments is None:
+        return [()] * len(lengths)
+    paths: list[tuple[tuple[int, int], ...]] = []
+    start = 0
+    starts: list[int] = []
+    for (parent, _), length in zip(segments, lengths, strict=True):
+        paths.append(() if parent < 0 else (*paths[parent], (starts[parent], segments[parent][1])))
+        starts.append(start)
+        start += length
+    return paths
+
+
+@lru_cache(maxsize=64)
+def keys_of_paths(lengths: tuple[int, ...], segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the keys that each sequence sees, one sequence after another: (their index in the pack [k] int64, where
+    those of a sequence start [s + 1] int32, the largest number of them)."""
+    before, start = _before(lengths, segments), 0
+    pieces: list[Tensor] = []
+    for length, path in zip(lengths, before, strict=True):
+        pieces.append(_QueryChunk(start, length, start, length, path).key_index())
+        start += length
+    counts = torch.tensor([0, *map(len, pieces)])
+    return torch.cat(pieces).to(device), counts.cumsum(0, dtype=torch.int32).to(device), int(counts.max())
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,18 +278,24 @@ _SIMILAR = 0.75  # a chunk shorter than this fraction of its group's longest sta
 
 @lru_cache(maxsize=64)
 def attention_plan(
-    lengths: tuple[int, ...], cp: int, rank: int, window: int | None, device: torch.device
+    lengths: tuple[int, ...],
+    cp: int,
+    rank: int,
+    window: int | None,
+    device: torch.device,
+    segments: Segments | None = None,
 ) -> AttentionPlan:
     """Plan the attention of cp ``rank`` for a pack of sequences with these padded ``lengths``.
 
-    ``window``: number of keys that a query sees, itself included; None: full causal attention.
+    ``window``: number of keys that a query sees, itself included; None: full causal attention. ``segments``: None if
+    the sequences are separate.
     """
     pieces: list[_QueryChunk] = []
     key_start = query_start = 0
-    for length in lengths:
+    for length, before in zip(lengths, _before(lengths, segments), strict=True):
         chunk = length // (2 * cp) if cp > 1 else length
         for index in (rank, 2 * cp - 1 - rank) if cp > 1 else (0,):
-            pieces.append(_QueryChunk(query_start, chunk, key_start, (index + 1) * chunk))
+            pieces.append(_QueryChunk(query_start, chunk, key_start, (index + 1) * chunk, before))
             query_start += chunk
         key_start += length
     # longest first: a group is padded to its first member
@@ -251,12 +324,11 @@ def _group(pieces: list[_QueryChunk], cp: int, window: int | None, device: torch
     queries = torch.tensor([p.queries for p in pieces])[:, None]
     keys = torch.tensor([p.keys for p in pieces])[:, None]
     query_start = torch.tensor([p.query_start for p in pieces])[:, None]
-    key_start = torch.tensor([p.key_start for p in pieces])[:, None]
     # padding repeats the last real index: reading it is harmless, and its result is dropped
     query_index = (query_start + torch.minimum(step_q, queries - 1)).flatten()
-    key_index = (key_start + torch.minimum(step_k, keys - 1)).flatten()
+    key_index = torch.cat([p.key_index()[torch.minimum(step_k, torch.tensor(p.keys - 1))] for p in pieces])
     mask = None
-    if cp > 1 or window is not None:
+    if cp > 1 or window is not None or any(p.before for p in pieces):
         # a chunk's queries are the last of its keys
         position = (keys - queries)[..., None] + step_q[None, :, None]  # of each query in its sequence
         mask = step_k[None, None, :] <= position
@@ -347,19 +419,20 @@ class PackedAttention(torch.nn.Module):
             mask = self._window_mask(query) if choose is None else choose(None)
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
-        lengths: tuple[int, ...] = packed_seq_params.padded_lengths
+        lengths, segments = packed_seq_params.padded_lengths, packed_seq_params.segments
         # Megatron applied no rotary embedding to a packed input, see PackedRotary
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
         if self.measures and self.training and torch.is_grad_enabled():
             self._measure(query, key, packed_seq_params, choose)
         if exact_ops.active():
+            assert segments is None  # refused with exact rollouts: the engine computes each row by itself
             return self._attend_exactly(query, key, value, lengths)
         cp = self.groups.cp
         # the kernel has no context parallelism, no selection of keys and no float32
         if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
-        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
+        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, segments)
         key = gather_tokens(key, lengths, cp, shared_loss=False)
         value = gather_tokens(value, lengths, cp, shared_loss=False)
         results = [self._attend_group(query, key, value, group, choose) for group in plan.groups]
@@ -375,7 +448,7 @@ class PackedAttention(torch.nn.Module):
         """Update ``current_max_attn_logits``, which attention kernels do not return."""
         lengths, padding, cp = params.padded_lengths, params.padding, self.groups.cp
         key = gather_tokens(key, lengths, cp, shared_loss=False)
-        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device)
+        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, params.segments)
         largest = query.new_full((query.shape[1],), -torch.inf, dtype=torch.float32)
         for group in plan.groups:
             n, q, k = group.shape
@@ -451,15 +524,20 @@ class PackedAttention(torch.nn.Module):
         """
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = int(params.max_seqlen_q or 0)
+        longest = longest_keys = int(params.max_seqlen_q or 0)
+        key_starts = params.cu_seqlens_kv
         width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
         # zeros in the values add nothing, and their columns are cut off the result
         if missing:
             value = F.pad(value, (0, missing))
+        if params.segments is not None:
+            # the kernel aligns the last query of a sequence with its last key, so a path ends with the own segment
+            index, key_starts, longest_keys = keys_of_paths(params.padded_lengths, params.segments, query.device)
+            key, value = key.index_select(0, index), value.index_select(0, index)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if self.softmax_offset is not None:
             assert params.cu_seqlens_q is not None
-            pack = Pack(params.cu_seqlens_q, longest, self.scale, self.window)
+            pack = Pack(params.cu_seqlens_q, longest, self.scale, self.window, key_starts, longest_keys)
             with_sinks = SinkAttention.apply(query, key, value, self.softmax_offset, pack)  # type: ignore[no-untyped-call]
             return with_deterministic_backward(with_sinks)[..., :width].flatten(1)
         out = varlen_attn(
@@ -467,9 +545,9 @@ class PackedAttention(torch.nn.Module):
             key,
             value,
             params.cu_seqlens_q,
-            params.cu_seqlens_kv,
+            key_starts,
             longest,
-            longest,
+            longest_keys,
             scale=self.scale,
             window_size=(-1 if self.window is None else self.window - 1, 0),
             **_grouped_queries(key.shape[1] != query.shape[1]),

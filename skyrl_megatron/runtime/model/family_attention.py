@@ -211,9 +211,9 @@ class SelectedAttention(PackedAttention):
                 selection = KeySelection(mask, scores, torch.ones(scores.shape[:2], device=x.device))
             return lambda _: selection
         lengths: tuple[int, ...] = packed_seq_params.padded_lengths
-        if max(lengths) <= top_k and not learns:
+        if packed_seq_params.max_seqlen_kv <= top_k and not learns:
             return None
-        table = self.rotary.table(packed_seq_params.positions, packed_seq_params.max_seqlen_q)
+        table = self.rotary.table(packed_seq_params.positions, packed_seq_params.max_seqlen_kv)
         with torch.set_grad_enabled(learns):
             queries, keys, weights = self.indexer(hidden, compressed, table)
             keys = gather_tokens(keys, lengths, self.groups.cp, shared_loss=False)
@@ -322,6 +322,44 @@ class _AttachLoss(torch.autograd.Function):
         return grads[0], torch.ones_like(ctx.loss)
 
 
+class DepthRotary(torch.nn.Module):
+    """Rotary table of multi-latent attention. With shared prefixes it has a row for each token of the pack.
+
+    ``stock``: Megatron's ``RotaryEmbedding`` or ``YarnRotaryEmbedding``.
+    """
+
+    def __init__(self, stock: Any) -> None:
+        super().__init__()
+        self.stock = stock
+        self._positions: Tensor | None = None
+
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, transformer_input: Any, config: Any, params: Any = None
+    ) -> int:
+        """Return the length of the table. Megatron's attention calls this before :meth:`forward`, which has no access
+        to the pack."""
+        self._positions = None
+        if params is not None and params.segments is not None:
+            self._positions = params.positions
+            longest: int = params.max_seqlen_kv
+            return longest
+        length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config, params)
+        return length
+
+    def get_cached_cos_sin(self, *arguments: Any, **options: Any) -> Any:
+        """Return the tables of Megatron's fused kernels, which shared prefixes do not use."""
+        return self.stock.get_cached_cos_sin(*arguments, **options)
+
+    def forward(self, length: int, packed_seq: bool = False, **options: Any) -> Any:
+        """Return angles [length, 1, 1, d], with shared prefixes [p, 1, d], and of Yarn also its scale."""
+        made = self.stock(length, packed_seq=packed_seq, **options)
+        if self._positions is None:
+            return made
+        angles, *scale = made if isinstance(made, tuple) else (made,)
+        angles = angles[:, 0].index_select(0, self._positions)
+        return (angles, *scale) if scale else angles
+
+
 class LatentAttention(MLASelfAttention):
     """Megatron's multi-latent attention, with separate norms before the up projections and correct gradients under tp.
 
@@ -335,6 +373,26 @@ class LatentAttention(MLASelfAttention):
         super().__init__(*arguments, **options)
         if isinstance(self.core_attention, SelectedAttention):
             self.core_attention.rotary = PackedRotary(self.rotary_pos_emb)
+        self.rotary_pos_emb: Any = DepthRotary(self.rotary_pos_emb)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        key_value_states: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        *arguments: Any,
+        **options: Any,
+    ) -> Any:
+        """Project as Megatron does; with shared prefixes tokens are rotated by their position in their row."""
+        if packed_seq_params is not None and packed_seq_params.segments is not None:
+            # without boundaries Megatron applies the table as it is, instead of from each boundary on
+            packed_seq_params = copy.copy(packed_seq_params)
+            for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+                setattr(packed_seq_params, name, None)
+        return super().get_query_key_value_tensors(
+            hidden_states, key_value_states, position_ids, packed_seq_params, *arguments, **options
+        )
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {

@@ -272,6 +272,11 @@ class TokenWeightedRouter(TopKRouter):
 
     _sequences: SequenceNumbers | None = None
 
+    copies: PassInput[Tensor | None] | None = None
+    """How many rows have each token, [t] float32, with ``trainer.share_prefixes``: losses and counts weigh it so."""
+
+    _copies: Tensor | None = None
+
     placement: ExpertPlacement | None = None
     """The slots of the experts (``give_placement``)."""
 
@@ -309,6 +314,9 @@ class TokenWeightedRouter(TopKRouter):
             padding_mask = padding_mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         # Taken once per pass and kept: the losses below are called from within Megatron's routing.
         self._sequences = None if self.sequences is None else self.sequences.take()
+        self._copies = None if self.copies is None else self.copies.take()
+        if isinstance(self.router_replay, RoutingReplay):
+            self.router_replay.copies = self._copies
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         if self.training and torch.is_grad_enabled() and not self.is_mtp_layer:
             self._count(logits.detach().flatten(0, -2), routing_map, padding_mask)
@@ -331,19 +339,43 @@ class TokenWeightedRouter(TopKRouter):
         # Padding is routed as well, because shapes must fit, but must not count.
         if padding_mask is not None:
             columns = columns.masked_fill(padding_mask.reshape(-1, 1), 0.0)
-        sums = columns.sum(0, dtype=torch.float64)
+        sums = self._weighed(columns).sum(0, dtype=torch.float64)
         self.load = sums if self.load is None else self.load + sums
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Pass the mask as a column, because Megatron combines it with a [tokens, experts] map."""
-        super()._apply_expert_bias(routing_map, None if padding_mask is None else padding_mask.reshape(-1, 1))
+        mask = None if padding_mask is None else padding_mask.reshape(-1, 1)
+        if self._copies is None:
+            super()._apply_expert_bias(routing_map, mask)
+        elif self.enable_expert_bias and torch.is_grad_enabled():
+            with torch.no_grad():
+                counted = routing_map if mask is None else routing_map & ~mask
+                self.local_tokens_per_expert += self._weighed(counted).sum(0)
+
+    def _weighed(self, per_token: Tensor) -> Tensor:
+        """Return values of tokens [t, …], each as often as rows have the token."""
+        if self._copies is None:
+            return per_token
+        return per_token * self._copies.view(-1, *[1] * (per_token.dim() - 1))
+
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """Attach the z-loss to ``logits`` [t, E]: a sum over tokens, as Megatron's is with SUMMED_GRADIENTS."""
+        coefficient = self.config.moe_z_loss_coeff
+        if self._copies is None or coefficient is None or not (self.training and torch.is_grad_enabled()):
+            plain: Tensor = super().apply_z_loss(logits, padding_mask=padding_mask)
+            return plain
+        z = self._weighed(logits.logsumexp(-1).square())
+        if padding_mask is not None:
+            z = z.masked_fill(padding_mask.reshape(-1), 0.0)
+        attached: Tensor = MoEAuxLossAutoScaler.apply(logits, coefficient * z.sum())
+        return attached
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
     ) -> Tensor:
         if not self.get_aux_loss_coeff("aux_loss"):
             return probs
-        shares = _shares(_summed(routing_map.sum(0), self.tp_cp_group))
+        shares = _shares(_summed(self._weighed(routing_map).sum(0), self.tp_cp_group))
         return self._attach("aux_loss", probs, scores_for_aux_loss, shares)
 
     def _apply_seq_aux_loss(
@@ -371,7 +403,7 @@ class TokenWeightedRouter(TopKRouter):
         if not self.get_aux_loss_coeff("global_aux_loss"):
             return probs
         so_far = self.global_tokens_per_expert  # Megatron empties it after the step
-        so_far += _summed(routing_map.sum(0), self.tp_dp_cp_group)
+        so_far += _summed(self._weighed(routing_map).sum(0), self.tp_dp_cp_group)
         return self._attach("global_aux_loss", probs, scores_for_aux_loss, _shares(so_far))
 
     def _attach(self, kind: str, probs: Tensor, scores: Tensor, shares: Tensor) -> Tensor:
@@ -381,7 +413,7 @@ class TokenWeightedRouter(TopKRouter):
         schedule divides it by the tokens of the step (``loss_scale.AuxiliaryLossScale``).
         """
         # Shares are counts and have no gradient; the scores carry it.
-        loss = self.config.num_moe_experts * (scores * shares).sum()
+        loss = self.config.num_moe_experts * self._weighed(scores * shares).sum()
         if not self.is_mtp_layer:
             so_far = 0.0 if self.balance is None else self.balance
             self.balance = so_far + loss.detach().double()
@@ -452,11 +484,21 @@ def number_sequences(chunk: torch.nn.Module) -> None:
     give_inputs(chunk, "sequences", inputs, lambda sequences, _: sequences)
 
 
+def count_copies(chunk: torch.nn.Module) -> None:
+    """Let the routers of a model chunk read how many rows have a token: its forward pass then takes the argument
+    ``copies`` (``PackedInputs.copies``)."""
+    inputs: list[PassInput[Tensor | None]] = []
+    for router in routers_of([chunk]):
+        router.copies = PassInput(router.layer_number - 1)
+        inputs.append(router.copies)
+    give_inputs(chunk, "copies", inputs, lambda copies, _: copies)
+
+
 def forget_pass_inputs(chunks: Iterable[torch.nn.Module]) -> None:
     """Drop what is queued for passes that will not be recomputed, for example after an error."""
     # Recomputation takes inputs in the order of the forward passes: leftovers would go to the wrong micro-batch.
     for router in routers_of(chunks):
-        for queued in (router.router_replay, router.sequences):
+        for queued in (router.router_replay, router.sequences, router.copies):
             if isinstance(queued, PassInput):
                 queued.queue.clear()
 

@@ -88,6 +88,8 @@ class RoutingReplay(PassInput[Tensor]):
         super().__init__(layer)
         self.listener: Callable[[Tensor], None] | None = None
         """Called with the experts [t, K] of each pass without gradients."""
+        self.copies: Tensor | None = None
+        """[t] float32: rows that have each token of the current pass; None: one."""
         self.mismatch: Tensor | None = None
         """[2] float64 since the last read: tokens with routes, and those of them that the model would have sent to
         other experts. Counts training passes only, and a recomputed pass once."""
@@ -114,7 +116,8 @@ class RoutingReplay(PassInput[Tensor]):
     def _count(self, known: Tensor, natural: Tensor, replayed: Tensor) -> None:
         """Compare the two sets of K experts per token and update ``mismatch``."""
         same = (natural[:, :, None] == replayed[:, None, :]).any(-1).all(-1)
-        found = torch.stack([known.sum(), (known & ~same).sum()]).double()
+        weights = 1.0 if self.copies is None else self.copies.double()
+        found = torch.stack([(known * weights).sum(), ((known & ~same) * weights).sum()]).double()
         self.mismatch = found if self.mismatch is None else self.mismatch + found
 
 

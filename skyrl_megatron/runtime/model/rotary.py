@@ -43,7 +43,7 @@ class PackedRotary(torch.nn.Module):
         if params is None:
             length: int = self.stock.get_rotary_seq_len(inference_context, transformer, transformer_input, config)
             return length
-        params.rotary = self.table(params.positions, params.max_seqlen_q)
+        params.rotary = self.table(params.positions, params.max_seqlen_kv)
         # not used: forward makes no table for packed inputs
         return 0
 
@@ -61,7 +61,7 @@ class PackedRotary(torch.nn.Module):
         """
         if getattr(params, "other_rotary", None) is None:
             other = copy.copy(params)
-            other.rotary = self.table(params.positions, params.max_seqlen_q)
+            other.rotary = self.table(params.positions, params.max_seqlen_kv)
             params.other_rotary = other
         other_params: PackedSeqParams = params.other_rotary
         return other_params

@@ -28,6 +28,16 @@ class Pack:
     scale: float
     window: int | None
     """Number of keys that a query sees, itself included; None: all before it."""
+    key_starts: Tensor | None = None
+    """[sequences + 1] int32: where the keys of the sequences start; None: where the queries do."""
+    longest_keys: int = 0
+
+    @property
+    def sizes(self) -> tuple[Tensor, Tensor, int, int]:
+        """The kernel's arguments for starts and longest sequences of queries and keys."""
+        if self.key_starts is None:
+            return self.starts, self.starts, self.longest, self.longest
+        return self.starts, self.key_starts, self.longest, self.longest_keys
 
     @property
     def options(self) -> dict[str, Any]:
@@ -38,10 +48,9 @@ class Pack:
 
 def flash_forward(query: Tensor, key: Tensor, value: Tensor, pack: Pack) -> tuple[Tensor, Tensor]:
     """Return the output [p, heads, d] and the log-sum-exp of the scores [heads, p] fp32, without sinks."""
-    sizes = (pack.starts, pack.starts, pack.longest, pack.longest)
     # torch's own operator, because varlen_attn does not return the log-sum-exp
     found = torch.ops.aten._flash_attention_forward(
-        query, key, value, *sizes, 0.0, pack.window is None, return_debug_mask=False, **pack.options
+        query, key, value, *pack.sizes, 0.0, pack.window is None, return_debug_mask=False, **pack.options
     )
     return found[0], found[1]
 
@@ -52,9 +61,19 @@ def flash_backward(
     """Return the gradients of query [p, heads, d], key and value [p, kv heads, d], in their dtypes."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which is off
     unused = torch.empty(0, device=query.device)
-    sizes = (pack.starts, pack.starts, pack.longest, pack.longest)
     gradients: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
-        gradient, query, key, value, out, logsumexp, *sizes, 0.0, pack.window is None, state, unused, **pack.options
+        gradient,
+        query,
+        key,
+        value,
+        out,
+        logsumexp,
+        *pack.sizes,
+        0.0,
+        pack.window is None,
+        state,
+        unused,
+        **pack.options,
     )
     return gradients
 

@@ -158,6 +158,7 @@ PARTS = {
     "traces": _traces,
     "said": lambda engine: None,
     "replayed": lambda engine: engine._replayed,
+    "prefixes": lambda engine: engine.shares_prefixes,
     "routes": _route_problem,
     "draft": lambda engine: [part.extra_loss(engine.head()).scale for part in engine.parts if part.name == "draft"],
 }
