@@ -89,6 +89,10 @@ SHORT = 32
 """Prefixes of fewer tokens are not shared: a segment of its own costs more than they save."""
 
 
+_UNEVEN = 1.1
+"""A group of rows is cut if it alone takes this times the mean work of a replica."""
+
+
 @dataclass(frozen=True)
 class SharedPrefixes:
     """The rows of a batch in the order of :func:`prefix_order`."""
@@ -138,6 +142,35 @@ class SharedPrefixes:
             parts[-1].append(row)
             tokens += more
         return [np.asarray(part, np.int64) for part in parts]
+
+    def families(
+        self, rows: np.ndarray, lengths: np.ndarray, forward: Callable[[np.ndarray], np.ndarray], count: int
+    ) -> tuple[list[np.ndarray], np.ndarray]:
+        """Group some rows by what they share, for ``count`` replicas: (rows of each group, its FLOPs [groups]).
+
+        ``forward``: lengths [n] → FLOPs [n]. Groups that keep replicas from equal work are cut in two near their
+        middle, where the rows share least.
+        """
+        if not len(rows):
+            return [], np.zeros(0)
+        chosen, shared = self.among(rows)
+        groups = np.split(np.arange(len(chosen)), np.flatnonzero(shared[1:] == 0) + 1)
+
+        def cost(group: np.ndarray) -> float:
+            tree = PrefixTree.of(lengths[chosen[group]], np.append(0, shared[group[1:]]))
+            return float((forward(tree.begins + tree.lengths) - forward(tree.begins)).sum())
+
+        costs = [cost(group) for group in groups]
+        while divisible := [number for number, group in enumerate(groups) if len(group) > 1]:
+            largest = max(divisible, key=costs.__getitem__)
+            if len(groups) >= count and costs[largest] <= _UNEVEN * sum(costs) / count:
+                break
+            group = groups[largest]
+            first, last = max(len(group) // 4, 1), max(len(group) * 3 // 4, 2)
+            cut = first + int(shared[group[first:last]].argmin())
+            groups[largest : largest + 1] = [group[:cut], group[cut:]]
+            costs[largest : largest + 1] = [cost(group[:cut]), cost(group[cut:])]
+        return [chosen[group] for group in groups], np.asarray(costs)
 
     def tokens(self, rows: np.ndarray, lengths: np.ndarray, alignment: int) -> int:
         """Return the tokens of some rows, each counted once, with the padding of their segments."""

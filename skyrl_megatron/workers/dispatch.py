@@ -20,10 +20,12 @@ import ray
 import torch
 from torch import Tensor
 
+from skyrl_megatron.data.prefixes import SharedPrefixes
 from skyrl_megatron.data.splitting import (
     MINI_BATCH_PROMPTS,
     PROMPT_UIDS,
     TOGETHER,
+    balance,
     joined,
     mini_batches,
     rows_by_adapter,
@@ -72,6 +74,8 @@ class RankInfo:
     """Layers of its model whose routes it replays."""
     records: bool = False
     """Whether it returns what its pipeline stage recorded: tp 0, cp 0."""
+    shares_prefixes: bool = False
+    """Whether it computes tokens once that several rows begin with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +143,19 @@ class Carried:
         self.stages = stages
         self.block_of, self.place_of = np.full(rows, -1, np.int64), np.zeros(rows, np.int64)
         """Number of each row's block, and its place there, [B] each."""
+        self._prefixes: SharedPrefixes | None = None
         self.put, self.bytes = 0, 0
         """Bytes that were put, and of the objects that are still referred to."""
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Make copies and files of a batch without it: they change on their own, and outlive the objects."""
         return type(None), ()
+
+    def prefixes(self, batch: TrainingBatch) -> SharedPrefixes:
+        """Return what the rows of the batch share by their tokens, which do not change."""
+        if self._prefixes is None:
+            self._prefixes = SharedPrefixes.of(batch.tokens.numpy(), batch.lengths, lambda row, other, equal: equal)
+        return self._prefixes
 
     def take(self, batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> list[tuple[RowBlock, np.ndarray]]:
         """Put what is missing of the fields ``names`` of ``rows`` [b] int64; return the blocks that have them, with
@@ -437,12 +448,14 @@ def dispatch(
     *,
     trains: bool = True,
     stages: Sequence[tuple[int, ...]] = (),
+    shares_prefixes: bool = False,
 ) -> ShardedBatch:
     """Split ``rows`` [b] int64 of ``batch``, by default all, over ``dp_size`` replicas, balanced by FLOPs.
 
     A pass that does not train is split as the mini-batches will be, so that ranks have the rows that they train on.
     The rows of each adapter are split separately, those of a uid with ``TOGETHER`` not at all. If there are fewer rows
     than replicas, blank rows without weight are added. ``stages``: layers whose routes each pipeline stage replays.
+    ``shares_prefixes``: rows that share tokens stay together, as far as replicas get equal work.
     """
     if batch.carried is None:
         batch.carried = Carried(len(batch), stages)
@@ -453,8 +466,11 @@ def dispatch(
         chosen_rows = parts[0]
         parts = [np.intersect1d(part, chosen_rows) for part in mini_batches(batch, prompts)]
         parts = [part for part in parts if len(part)]
-    costs = flops.forward(batch.lengths)
-    splits = [_split(batch, part, costs, dp_size) for part in parts]
+    if shares_prefixes and dp_size > 1 and not batch.metadata.get(TOGETHER):
+        splits = [_split_families(batch, batch.carried.prefixes(batch), part, flops, dp_size) for part in parts]
+    else:
+        costs = flops.forward(batch.lengths)
+        splits = [_split(batch, part, costs, dp_size) for part in parts]
     names = TRAINED if trains else SCORED
     metadata = {key: value for key, value in batch.metadata.items() if key not in (PROMPT_UIDS, MINI_BATCH_PROMPTS)}
     shares: list[Share] = []
@@ -502,6 +518,23 @@ def _split(
         for (real, blanks), share in zip(split, split_for_dp(of_rows, dp_size), strict=True):
             real.append(chosen[share[share < len(chosen)]])
             blanks += [name] * int((share >= len(chosen)).sum())
+    return [(np.sort(np.concatenate(real)), blanks) for real, blanks in split]
+
+
+def _split_families(
+    batch: TrainingBatch, prefixes: SharedPrefixes, rows: np.ndarray, flops: ModelFlops, dp_size: int
+) -> list[tuple[np.ndarray, list[str]]]:
+    """Return what :func:`_split` does, with the rows of a prefix on one replica if that is no more than its work."""
+    names = list(dict.fromkeys(batch.adapters)) or [""]
+    split: list[tuple[list[np.ndarray], list[str]]] = [([], []) for _ in range(dp_size)]
+    for name, of_adapter in rows_by_adapter(batch, names).items():
+        if not len(chosen := np.intersect1d(of_adapter, rows)):
+            continue
+        families, costs = prefixes.families(chosen, batch.lengths, flops.forward, dp_size)
+        of_parts = np.concatenate([costs, np.zeros(max(dp_size - len(families), 0))])
+        for (real, blanks), share in zip(split, balance(of_parts, dp_size), strict=True):
+            real.append(joined(families, share[share < len(families)]))
+            blanks += [name] * int((share >= len(families)).sum())
     return [(np.sort(np.concatenate(real)), blanks) for real, blanks in split]
 
 

@@ -121,6 +121,7 @@ class RankProcess:
             self.engine.model.layer_kind if device.has_cuda() else "",
             self.engine.replayed,
             self.engine.groups.is_first_of_stage,
+            self.engine.shares_prefixes,
         )
 
     # ------------------------------------------------------------------ training

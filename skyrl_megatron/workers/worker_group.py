@@ -129,10 +129,15 @@ class WorkerGroup:
     # ------------------------------------------------------------------ computing
     def dispatch(self, batch: TrainingBatch, rows: np.ndarray | None = None) -> ShardedBatch:
         """Split ``rows`` [b] int64 of a batch, by default all, for the replicas, to train on them once or more."""
-        return dispatch(batch, self.dp_size, self.flops, rows, stages=self.stages)
+        return dispatch(batch, self.dp_size, self.flops, rows, **self._plan)
 
     def _to_score(self, batch: TrainingBatch) -> ShardedBatch:
-        return dispatch(batch, self.dp_size, self.flops, trains=False, stages=self.stages)
+        return dispatch(batch, self.dp_size, self.flops, trains=False, **self._plan)
+
+    @property
+    def _plan(self) -> dict[str, Any]:
+        """How batches are split for these ranks."""
+        return {"stages": self.stages, "shares_prefixes": self.ranks[0].shares_prefixes}
 
     @property
     def stages(self) -> list[tuple[int, ...]]:
@@ -216,7 +221,7 @@ class WorkerGroup:
 
         ``flops``: of the role that trains on the rows, whose ranks then read what one rank computed.
         """
-        sharded = dispatch(batch, self.dp_size, flops or self.flops, rows, trains=False, stages=self.stages)
+        sharded = dispatch(batch, self.dp_size, flops or self.flops, rows, trains=False, **self._plan)
         each = sharded.arguments(self.ranks)
         counts = [
             1 + 2 * len(share.references) if k and info.collects else 1

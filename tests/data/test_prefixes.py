@@ -91,3 +91,22 @@ def test_few_rows(rows):
     order, shared = prefix_order(tokens, lengths)
     assert len(order) == len(shared) == len(rows) and shared[:1].tolist() == [0] * min(len(rows), 1)
     assert PrefixTree.of(lengths[order], shared).lengths.sum() == len(tokens) // max(len(rows), 1) if rows else True
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.integers(1, 30), st.sampled_from([1, 2, 4]))
+def test_families_stay_together_while_replicas_get_equal_work(seed, count, replicas):
+    rows = made_rows(seed, count, 100)
+    tokens, lengths = flat(rows)
+    prefixes = SharedPrefixes.of(tokens, lengths, lambda row, other, equal: equal)
+    some = np.flatnonzero(np.random.default_rng(seed).random(count) < 0.8)
+    groups, costs = prefixes.families(some, lengths, lambda n: n * 1.0, replicas)
+    assert sorted(np.concatenate([*groups, np.zeros(0, int)])) == some.tolist()
+    for group, cost in zip(groups, costs, strict=True):
+        assert cost == prefixes.tokens(group, lengths, 1)
+        assert len(group) == 1 or cost <= 1.1 * costs.sum() / replicas
+    if replicas == 1:
+        for group in groups:
+            for other in groups:
+                shared = max(same(rows[one], rows[two]) for one in group for two in other)
+                assert other is group or shared < 32

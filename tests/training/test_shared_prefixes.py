@@ -1,4 +1,4 @@
-"""Prefixes that rows share are computed once (``trainer.share_prefixes``), and everything is what separate rows give."""
+"""Prefixes that rows share are computed once (``trainer.share_prefixes``), and all is what separate rows give."""
 
 import contextlib
 import copy
