@@ -173,7 +173,10 @@ class SharedPrefixes:
         return [chosen[group] for group in groups], np.asarray(costs)
 
     def tokens(self, rows: np.ndarray, lengths: np.ndarray, alignment: int) -> int:
-        """Return the tokens of some rows, each counted once, with the padding of their segments."""
+        """Return the tokens of some ``rows`` [b] int64, each counted once, with the padding of their segments.
+
+        ``lengths``: [B].
+        """
         chosen, shared = self.among(rows)
         return int(_aligned(PrefixTree.of(lengths[chosen], shared).lengths, alignment).sum())
 
@@ -207,7 +210,7 @@ class PrefixTree:
 
     @classmethod
     def separate(cls, lengths: Sequence[int] | np.ndarray) -> PrefixTree:
-        """Make the tree of rows that share nothing: a segment for each."""
+        """Make the tree of rows that share nothing: a segment for each. ``lengths``: [b]."""
         numbers, zeros = np.arange(len(lengths)), np.zeros(len(lengths), np.int64)
         return cls(zeros - 1, zeros, np.asarray(lengths, np.int64), numbers, numbers)
 

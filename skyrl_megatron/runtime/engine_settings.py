@@ -15,7 +15,6 @@ from skyrl_megatron.config.rules.exact_rules import uses_local_layers
 from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
 from skyrl_megatron.config.schema.models import AUTO
 from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE, HfModel, read_hf_model, with_rotary
-from skyrl_megatron.runtime.parts import RankPart
 
 if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
@@ -83,9 +82,12 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
 
 
 def unshared_prefixes(
-    cfg: SkyRLTrainConfig, role: str, config: TransformerConfig, parts: Sequence[RankPart]
+    cfg: SkyRLTrainConfig, role: str, config: TransformerConfig, planners: Sequence[str]
 ) -> str | None:
-    """Return why a role cannot compute tokens that rows share once (``trainer.share_prefixes``); None if it can."""
+    """Return why a role cannot compute tokens that rows share once (``trainer.share_prefixes``); None if it can.
+
+    ``planners``: names of the parts that change the plan of micro-batches.
+    """
     dropout = config.attention_dropout or config.hidden_dropout or config.moe_input_jitter_eps
     adapters = role == "policy" and cfg.trainer.policy.model.lora.dropout
     reasons = {
@@ -97,7 +99,7 @@ def unshared_prefixes(
         f"{OVERLAP} skips the hooks of routers": getattr(config, OVERLAP),
         "dropout differs by row": dropout or adapters,
         "experts with a capacity drop tokens": config.moe_expert_capacity_factor,
-        **{f"{part.name} plans micro-batches": type(part).plan is not RankPart.plan for part in parts},
+        **{f"the part {name!r} plans micro-batches by rows": True for name in planners},
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 

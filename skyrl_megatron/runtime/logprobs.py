@@ -7,6 +7,8 @@ them. With hidden states as input (``trainer.fused_lm_head_logprob``) the logits
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.algorithms import exact_ops
-from skyrl_megatron.runtime.softmax import Support, kernel_for
+from skyrl_megatron.runtime.softmax import Kernel, Support, TorchKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,20 @@ def fused_logprobs_and_entropy(
     every = hidden, weight, h, b, targets, group, settings, support
     logprobs, entropy = _FromHidden.apply(*every)  # type: ignore[no-untyped-call]
     return logprobs, entropy if settings.with_entropy else None
+
+
+def kernel_for(logits: Tensor) -> Kernel:
+    """Return the kernel for the device of ``logits`` [n, v]: Triton's on a GPU if it is installed, else torch's."""
+    return (_triton() if logits.is_cuda else None) or TorchKernel
+
+
+@functools.cache
+def _triton() -> Kernel | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from skyrl_megatron.runtime import triton_softmax
+
+    return triton_softmax
 
 
 # ------------------------------------------------------------------ forward and backward pass over a rank's columns

@@ -225,11 +225,11 @@ class PackedInputs:
         Valid is False for the second token of a sequence, which has no such position. Not with shared prefixes.
         """
         assert self.row_positions is None
-        whole = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
-        lengths = torch.tensor(self.padded_lengths, device=whole.device)
+        pack = gather_tokens(per_token, self.padded_lengths, self.groups.cp, shared_loss=True)
+        lengths = torch.tensor(self.padded_lengths, device=pack.device)
         begins = (lengths.cumsum(0) - lengths)[:, None]
         valid = self.response_valid & (self.response_columns > begins)
-        return torch.where(valid, whole[torch.where(valid, self.response_columns - 1, 0)], 0.0), valid
+        return torch.where(valid, pack[torch.where(valid, self.response_columns - 1, 0)], 0.0), valid
 
     def to_rows(self, seen: Tensor) -> list[Tensor]:
         """Map values of this rank's layers, [s, b, …] → one [n, …] per row, with padding, on every tp and cp rank."""
@@ -238,10 +238,10 @@ class PackedInputs:
             dist.all_gather(parts, seen.contiguous(), group=self.groups.tp)
             seen = torch.cat(parts)
         tokens = seen.transpose(0, 1).flatten(0, 1)
-        whole = gather_tokens(tokens, self.padded_lengths, self.groups.cp, shared_loss=True)
+        pack = gather_tokens(tokens, self.padded_lengths, self.groups.cp, shared_loss=True)
         if self.row_positions is None:
-            return list(whole.split(self.padded_lengths))
-        return [whole.index_select(0, positions) for positions in self.row_positions]
+            return list(pack.split(self.padded_lengths))
+        return [pack.index_select(0, positions) for positions in self.row_positions]
 
     def to_edges(self, per_response: Tensor) -> Tensor:
         """Map [b, T, …] → [p + x, …]: each value at the edge that predicts its token; 0 elsewhere."""
@@ -336,10 +336,10 @@ def pack(
     here = local if isinstance(edges.here, slice) else edges.here
     further_sources = None
     if edges.further is not None:
-        place = torch.zeros(total, dtype=torch.int64)
-        place[local] = torch.arange(len(tokens.flatten()))
+        local_of = torch.zeros(total, dtype=torch.int64)
+        local_of[local] = torch.arange(len(tokens.flatten()))
         of_rank = edges.further[local_positions((len(edges.further),), cp.size(), cp.rank())]
-        further_sources = place[of_rank.clamp(min=0)].masked_fill(of_rank < 0, 0).to(device)
+        further_sources = local_of[of_rank.clamp(min=0)].masked_fill(of_rank < 0, 0).to(device)
     is_flat = tree.is_flat
     return PackedInputs(
         tokens=tokens.view(shape).to(device),
@@ -413,8 +413,8 @@ def _edges(
     sources = torch.where(valid, sources, 0)
     if tree.is_flat:
         return _Edges(sources, sources, valid, targets)
-    own = bool(batch.rollout_support) or batch.teacher_top_ids is not None
-    numbers = torch.arange(rows)[:, None].expand_as(sources) if own else predicted
+    by_row = bool(batch.rollout_support) or batch.teacher_top_ids is not None
+    numbers = torch.arange(rows)[:, None].expand_as(sources) if by_row else predicted
     needed = torch.stack([sources[valid], numbers[valid], predicted[valid]], 1)
     # sorted by position: the first edge of each has the place of the position
     unique, edge_of = needed.unique(dim=0, return_inverse=True)

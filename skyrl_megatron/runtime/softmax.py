@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -164,17 +162,3 @@ def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
     for start in range(0, n, size):
         count = min(size, n - start)
         yield slice(start, start + count), space[0, :count], space[1, :count]
-
-
-def kernel_for(logits: Tensor) -> Kernel:
-    """Return the kernel for the device of ``logits`` [n, v]: Triton's on a GPU if it is installed, else torch's."""
-    return (_triton() if logits.is_cuda else None) or TorchKernel
-
-
-@functools.cache
-def _triton() -> Kernel | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    from skyrl_megatron.runtime import triton_softmax
-
-    return triton_softmax

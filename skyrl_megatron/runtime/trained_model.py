@@ -137,7 +137,8 @@ class TrainedModel:
         wanted = self.cfg.trainer.share_prefixes
         if wanted == "never":
             return False
-        if reason := unshared_prefixes(self.cfg, self.role, self.model.config, self.parts):
+        planners = [part.name for part in self.parts if type(part).plan is not RankPart.plan]
+        if reason := unshared_prefixes(self.cfg, self.role, self.model.config, planners):
             if wanted == "always":
                 raise ConfigError([Problem("trainer.share_prefixes", wanted, f"{reason}: set it to auto or never")])
             return False

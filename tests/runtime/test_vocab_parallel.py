@@ -240,7 +240,8 @@ def test_kernels_are_chosen_by_device():
 
     import torch
 
-    from skyrl_megatron.runtime.softmax import TorchKernel, kernel_for
+    from skyrl_megatron.runtime.logprobs import kernel_for
+    from skyrl_megatron.runtime.softmax import TorchKernel
 
     assert kernel_for(torch.zeros(1, 1)) is TorchKernel
     assert kernel_for(SimpleNamespace(is_cuda=True)).__name__.endswith("triton_softmax")

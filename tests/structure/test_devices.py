@@ -28,7 +28,7 @@ TABLE = {
     "skyrl_megatron.runtime.model.build": (1, MEMORY),
     "skyrl_megatron_lora.layers": (2, KERNELS),
     "skyrl_megatron_lora.vllm_worker": (1, VLLM),
-    "skyrl_megatron.runtime.softmax": (1, KERNELS),
+    "skyrl_megatron.runtime.logprobs": (1, KERNELS),
     "skyrl_megatron.runtime.offload": (3, MEMORY),
     "skyrl_megatron.runtime.trained_model": (2, f"{MEMORY}; {KERNELS}"),
     "skyrl_megatron.runtime.flops": (1, MEASURES),

@@ -74,11 +74,11 @@ class GatedDeltaNet(MegatronModule):
         length, batch = mixed.shape[:2]
         lengths = (length,) * batch if packed_seq_params is None else packed_seq_params.padded_lengths
         heads = mixed.transpose(0, 1).flatten(0, 1).unflatten(-1, (self.heads, -1))  # [p, n, rows]
-        whole = tokens_to_heads(heads, lengths, self.groups.cp)
+        pack = tokens_to_heads(heads, lengths, self.groups.cp)
         rows = None if packed_seq_params is None else packed_seq_params.rows
         # A segment starts from the state and the last inputs of the one before it. Here whole rows are mixed, and the
         # outputs of a shared token are those of its first row: equal forward and backward, without its projections.
-        result = self._mix(whole, lengths) if rows is None else rows.mixed(whole, self._mix)
+        result = self._mix(pack, lengths) if rows is None else rows.mixed(pack, self._mix)
         result = heads_to_tokens(result, lengths, self.groups.cp).flatten(1)
         # Megatron's layers expect [s, b, …]
         out, _ = self.linear_out(result.unflatten(0, (batch, length)).transpose(0, 1))

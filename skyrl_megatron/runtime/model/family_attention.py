@@ -384,7 +384,7 @@ class LatentAttention(MLASelfAttention):
         *arguments: Any,
         **options: Any,
     ) -> Any:
-        """Project as Megatron does; with shared prefixes tokens are rotated by their position in their row."""
+        """Project [s, b, H] as Megatron does; with shared prefixes tokens are rotated by their place in a row."""
         if packed_seq_params is not None and packed_seq_params.segments is not None:
             # without boundaries Megatron applies the table as it is, instead of from each boundary on
             packed_seq_params = copy.copy(packed_seq_params)
