@@ -210,6 +210,11 @@ type Segments = tuple[tuple[int, int], ...]
 padding."""
 
 
+def segments_of(params: PackedSeqParams | None) -> Segments | None:
+    """Return the segments of a pack (``packed_inputs._sequence_params``); None if its sequences are separate."""
+    return getattr(params, "segments", None)
+
+
 def _before(lengths: tuple[int, ...], segments: Segments | None) -> list[tuple[tuple[int, int], ...]]:
     """Return (start, tokens) of the segments before each sequence, in the packed global order."""
     if segments is None:
@@ -419,7 +424,7 @@ class PackedAttention(torch.nn.Module):
             mask = self._window_mask(query) if choose is None else choose(None)
             query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(query, key, value, mask).permute(2, 0, 1, 3).flatten(2)
-        lengths, segments = packed_seq_params.padded_lengths, packed_seq_params.segments
+        lengths, segments = packed_seq_params.padded_lengths, segments_of(packed_seq_params)
         # Megatron applied no rotary embedding to a packed input, see PackedRotary
         if (table := getattr(packed_seq_params, "rotary", None)) is not None and not self.own_rotary:
             query, key = (rotate(x, table, interleaved=self.config.rotary_interleaved) for x in (query, key))
@@ -448,7 +453,7 @@ class PackedAttention(torch.nn.Module):
         """Update ``current_max_attn_logits``, which attention kernels do not return."""
         lengths, padding, cp = params.padded_lengths, params.padding, self.groups.cp
         key = gather_tokens(key, lengths, cp, shared_loss=False)
-        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, params.segments)
+        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, segments_of(params))
         largest = query.new_full((query.shape[1],), -torch.inf, dtype=torch.float32)
         for group in plan.groups:
             n, q, k = group.shape
@@ -530,9 +535,9 @@ class PackedAttention(torch.nn.Module):
         # zeros in the values add nothing, and their columns are cut off the result
         if missing:
             value = F.pad(value, (0, missing))
-        if params.segments is not None:
+        if (segments := segments_of(params)) is not None:
             # the kernel aligns the last query of a sequence with its last key, so a path ends with the own segment
-            index, key_starts, longest_keys = keys_of_paths(params.padded_lengths, params.segments, query.device)
+            index, key_starts, longest_keys = keys_of_paths(params.padded_lengths, segments, query.device)
             key, value = key.index_select(0, index), value.index_select(0, index)
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if self.softmax_offset is not None:

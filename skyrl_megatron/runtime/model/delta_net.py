@@ -75,7 +75,7 @@ class GatedDeltaNet(MegatronModule):
         lengths = (length,) * batch if packed_seq_params is None else packed_seq_params.padded_lengths
         heads = mixed.transpose(0, 1).flatten(0, 1).unflatten(-1, (self.heads, -1))  # [p, n, rows]
         pack = tokens_to_heads(heads, lengths, self.groups.cp)
-        rows = None if packed_seq_params is None else packed_seq_params.rows
+        rows = getattr(packed_seq_params, "rows", None)
         # A segment starts from the state and the last inputs of the one before it. Here whole rows are mixed, and the
         # outputs of a shared token are those of its first row: equal forward and backward, without its projections.
         result = self._mix(pack, lengths) if rows is None else rows.mixed(pack, self._mix)

@@ -28,6 +28,7 @@ from skyrl_megatron.runtime.model.attention import (
     KeySelector,
     PackedAttention,
     gather_tokens,
+    segments_of,
 )
 from skyrl_megatron.runtime.model.rotary import PackedRotary, rotate
 
@@ -339,7 +340,7 @@ class DepthRotary(torch.nn.Module):
         """Return the length of the table. Megatron's attention calls this before :meth:`forward`, which has no access
         to the pack."""
         self._positions = None
-        if params is not None and params.segments is not None:
+        if segments_of(params) is not None:
             self._positions = params.positions
             longest: int = params.max_seqlen_kv
             return longest
@@ -385,7 +386,7 @@ class LatentAttention(MLASelfAttention):
         **options: Any,
     ) -> Any:
         """Project [s, b, H] as Megatron does; with shared prefixes tokens are rotated by their place in a row."""
-        if packed_seq_params is not None and packed_seq_params.segments is not None:
+        if segments_of(packed_seq_params) is not None:
             # without boundaries Megatron applies the table as it is, instead of from each boundary on
             packed_seq_params = copy.copy(packed_seq_params)
             for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
