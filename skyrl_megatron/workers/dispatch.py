@@ -39,7 +39,7 @@ from skyrl_megatron.types import (
     ByLayer,
     RowSpans,
     StoredArray,
-    StoredTensor,
+    TensorElsewhere,
     TokenSupport,
     TrainingBatch,
     fetched,
@@ -190,14 +190,14 @@ class Carried:
         arrays = [entry for entry in entries if isinstance(entry, np.ndarray)]
         if not arrays:
             return entries
-        whole = np.concatenate(arrays)
-        groups = layer_groups(self.stages, whole.shape[1])
-        parts = [np.ascontiguousarray(whole[:, list(layers)]) for layers in groups] or [whole]
+        concatenated = np.concatenate(arrays)
+        groups = layer_groups(self.stages, concatenated.shape[1])
+        parts = [np.ascontiguousarray(concatenated[:, list(layers)]) for layers in groups] or [concatenated]
         stored = tuple(RayArray(ray.put(part)) for part in parts)
         source = ByLayer(groups, stored) if groups else stored[0]
         ends = np.cumsum([len(entry) if isinstance(entry, np.ndarray) else 0 for entry in entries]).tolist()
         return [
-            StoredArray([(source, end - len(entry), end)], entry.shape[1:], whole.dtype)
+            StoredArray([(source, end - len(entry), end)], entry.shape[1:], concatenated.dtype)
             if isinstance(entry, np.ndarray)
             else entry
             for entry, end in zip(entries, ends, strict=True)
@@ -259,7 +259,7 @@ def to_arrays(batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> d
         value = getattr(batch, name)
         if name == "tokens":
             arrays[name] = tokens.select(value, rows).numpy()
-        elif isinstance(value, StoredTensor) and value.stored is not None:  # ranks fetch what it refers to
+        elif isinstance(value, TensorElsewhere) and value.stored is not None:  # ranks fetch what it refers to
             arrays[name] = joined_arrays([value.stored[responses.of(row)] for row in rows.tolist()])
         elif name in OF_RESPONSES:
             arrays[name] = responses.select(value, rows).numpy()
@@ -513,7 +513,7 @@ def top_tensors(places: TopTokens, spans: RowSpans, k: int) -> tuple[Tensor, Ten
         pieces = [places[row][number] for row in range(len(spans))]
         array = joined_arrays([StoredArray([piece], (k,), np.dtype(dtype)) for piece in pieces])
         here = all(isinstance(source, np.ndarray) for source, _, _ in array.pieces)
-        tensors.append(torch.from_numpy(np.array(array)) if here else StoredTensor(array))
+        tensors.append(torch.from_numpy(np.array(array)) if here else TensorElsewhere(array))
     return tensors[0], tensors[1]
 
 

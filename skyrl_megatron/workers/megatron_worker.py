@@ -254,8 +254,8 @@ class RankProcess:
         with perturbed, Recorder(engine.model.chunks, layers=layers) as recorder:
             logprobs = engine.compute_logprobs(self._batch(share), temperature=temperature, make_step=recorder.step)
         # The recorder gathered over tp and cp, so one rank of a stage has all tokens.
-        found = recorder.found if engine.groups.is_first_of_stage else None
-        return logprobs.numpy() if engine.is_collection_rank else None, found
+        recorded = recorder.found if engine.groups.is_first_of_stage else None
+        return logprobs.numpy() if engine.is_collection_rank else None, recorded
 
     def layer_weights(self, layer: int | None) -> dict[str, np.ndarray]:
         """Return the tensors of a layer that this rank gathers, by HF name, as float32. ``layer=None``: the tensors

@@ -184,12 +184,12 @@ class WorkerGroup:
         assert dims is not None, "a model with experts whose config.json names no layers"
         like = np.zeros((0, dims.num_layers, experts_per_token(hf)), np.min_scalar_type(dims.num_experts - 1))
         sharded = self._to_score(batch)
-        each = sharded.arguments(self.ranks)
+        arguments = sharded.arguments(self.ranks)
         counts = [
             1 + len(share.references) if info.records and info.routed else 1
-            for info, (share,) in zip(self.ranks, each, strict=True)
+            for info, (share,) in zip(self.ranks, arguments, strict=True)
         ]
-        pending = self.group.start("compute_logprobs_and_routes", phase=phase, each=each, returns=counts)
+        pending = self.group.start("compute_logprobs_and_routes", phase=phase, each=arguments, returns=counts)
         compute = self._scored.timed(batch.lengths, self.flops, lambda: sharded.collect(self.ranks, pending.results()))
         return compute(), sharded.routes(self.ranks, pending.further, batch.lengths, like)
 
@@ -217,12 +217,12 @@ class WorkerGroup:
         ``flops``: of the role that trains on the rows, whose ranks then read what one rank computed.
         """
         sharded = dispatch(batch, self.dp_size, flops or self.flops, rows, trains=False, stages=self.stages)
-        each = sharded.arguments(self.ranks)
+        arguments = sharded.arguments(self.ranks)
         counts = [
             1 + 2 * len(share.references) if k and info.collects else 1
-            for info, (share,) in zip(self.ranks, each, strict=True)
+            for info, (share,) in zip(self.ranks, arguments, strict=True)
         ]
-        pending = self.group.start("compute_scores", k, phase="teacher", each=each, returns=counts)
+        pending = self.group.start("compute_scores", k, phase="teacher", each=arguments, returns=counts)
 
         def finish() -> tuple[Tensor, TopTokens]:
             logprobs = sharded.collect(self.ranks, pending.results())
