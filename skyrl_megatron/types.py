@@ -169,17 +169,17 @@ class StoredArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def _read(self, objects: Mapping[str, np.ndarray], layers: Sequence[int] | None) -> np.ndarray:
         """Return the array, or its ``layers`` [n, l, …]; ``objects``: what was fetched, by its name."""
-        every_layer = layers is None
-        shape = self.shape if every_layer else (self.shape[0], len(layers or ()), *self.shape[2:])
-        if not every_layer and not layers:
+        all_layers = layers is None
+        shape = self.shape if all_layers else (self.shape[0], len(layers or ()), *self.shape[2:])
+        if not all_layers and not layers:
             return np.zeros(shape, self.dtype)
         taken = []
         for source, first, end in self.pieces:
             if not isinstance(source, ByLayer):
                 array = source if isinstance(source, np.ndarray) else objects[source.name]
-                taken.append(array[first:end] if every_layer else array[first:end, list(layers or ())])
+                taken.append(array[first:end] if all_layers else array[first:end, list(layers or ())])
                 continue
-            columns = {layer: column for column, layer in enumerate(range(shape[1]) if every_layer else layers or ())}
+            columns = {layer: column for column, layer in enumerate(range(shape[1]) if all_layers else layers or ())}
             piece = np.zeros((end - first, *shape[1:]), self.dtype)
             for number in source.holding(layers):
                 group = source.groups[number]
@@ -241,7 +241,7 @@ def fetched(arrays: Sequence[Any], layers: Sequence[int] | None = None) -> list[
     return [whole(array) for array in arrays]
 
 
-class TensorInStore(Tensor):
+class TensorElsewhere(Tensor):
     """The tensor of a :class:`StoredArray` ``array``, which is fetched when it is read, once: a change in place stays.
 
     ``shape``, ``dtype`` and ``len`` do not fetch it. What functions return is an ordinary tensor.
@@ -251,9 +251,9 @@ class TensorInStore(Tensor):
     _here: Tensor | None
 
     @staticmethod
-    def __new__(cls, array: StoredArray) -> TensorInStore:
+    def __new__(cls, array: StoredArray) -> TensorElsewhere:
         dtype = torch.from_numpy(np.zeros(0, array.dtype)).dtype
-        made: TensorInStore = Tensor._make_wrapper_subclass(cls, array.shape, dtype=dtype)
+        made: TensorElsewhere = Tensor._make_wrapper_subclass(cls, array.shape, dtype=dtype)
         made.array, made._here = array, None
         return made
 
@@ -270,7 +270,7 @@ class TensorInStore(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = tree_map_only(TensorInStore, TensorInStore.here, (args, kwargs or {}))
+        args, kwargs = tree_map_only(TensorElsewhere, TensorElsewhere.here, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -461,7 +461,7 @@ class TrainingBatch:
     """[R] float32, nats: log-probs of the row's teacher."""
     teacher_top_logprobs: Tensor | None = None
     """[R, K] float32, nats: log-probs of the teacher's likeliest tokens, in descending order; a
-    :class:`TensorInStore` of a teacher that has ranks."""
+    :class:`TensorElsewhere` of a teacher that has ranks."""
     teacher_top_ids: Tensor | None = None
     """[R, K] int32: the ids of these tokens."""
     values: Tensor | None = None

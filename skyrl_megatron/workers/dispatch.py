@@ -41,7 +41,7 @@ from skyrl_megatron.types import (
     ByLayer,
     RowSpans,
     StoredArray,
-    TensorInStore,
+    TensorElsewhere,
     TokenSupport,
     TrainingBatch,
     fetched,
@@ -201,14 +201,14 @@ class Carried:
         arrays = [entry for entry in entries if isinstance(entry, np.ndarray)]
         if not arrays:
             return entries
-        routes = np.concatenate(arrays)
-        groups = layer_groups(self.stages, routes.shape[1])
-        parts = [np.ascontiguousarray(routes[:, list(layers)]) for layers in groups] or [routes]
+        concatenated = np.concatenate(arrays)
+        groups = layer_groups(self.stages, concatenated.shape[1])
+        parts = [np.ascontiguousarray(concatenated[:, list(layers)]) for layers in groups] or [concatenated]
         stored = tuple(RayArray(ray.put(part)) for part in parts)
         source = ByLayer(groups, stored) if groups else stored[0]
         ends = np.cumsum([len(entry) if isinstance(entry, np.ndarray) else 0 for entry in entries]).tolist()
         return [
-            StoredArray([(source, end - len(entry), end)], entry.shape[1:], routes.dtype)
+            StoredArray([(source, end - len(entry), end)], entry.shape[1:], concatenated.dtype)
             if isinstance(entry, np.ndarray)
             else entry
             for entry, end in zip(entries, ends, strict=True)
@@ -270,7 +270,7 @@ def to_arrays(batch: TrainingBatch, rows: np.ndarray, names: Sequence[str]) -> d
         value = getattr(batch, name)
         if name == "tokens":
             arrays[name] = tokens.select(value, rows).numpy()
-        elif isinstance(value, TensorInStore) and value.stored is not None:  # ranks fetch what it refers to
+        elif isinstance(value, TensorElsewhere) and value.stored is not None:  # ranks fetch what it refers to
             arrays[name] = joined_arrays([value.stored[responses.of(row)] for row in rows.tolist()])
         elif name in OF_RESPONSES:
             arrays[name] = responses.select(value, rows).numpy()
@@ -546,7 +546,7 @@ def top_tensors(places: TopTokens, spans: RowSpans, k: int) -> tuple[Tensor, Ten
         pieces = [places[row][number] for row in range(len(spans))]
         array = joined_arrays([StoredArray([piece], (k,), np.dtype(dtype)) for piece in pieces])
         here = all(isinstance(source, np.ndarray) for source, _, _ in array.pieces)
-        tensors.append(torch.from_numpy(np.array(array)) if here else TensorInStore(array))
+        tensors.append(torch.from_numpy(np.array(array)) if here else TensorElsewhere(array))
     return tensors[0], tensors[1]
 
 

@@ -40,14 +40,14 @@ if TYPE_CHECKING:
     from skyrl_megatron.workers.placement import BundleAllocation
 
 
-type RoutedLayers = tuple[int, ...]
+type StageLayers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
     """The arrays of a sample that are results of their own: routed experts, and the ids of its sampling support."""
 
-    layers: tuple[RoutedLayers, ...]
+    layers: tuple[StageLayers, ...]
     """Layers of each array of routed experts; those of no group are in the first one. ``((),)``: all in one array.
     Empty: the engine returns no experts."""
     support: bool
@@ -143,7 +143,7 @@ class RayEngine:
         *,
         kind: type[InferenceEngine] = VLLMEngine,
         environment: Mapping[str, str] | None = None,
-        stages: Sequence[RoutedLayers] = (),
+        stages: Sequence[StageLayers] = (),
         **options: Any,
     ) -> None:
         """``kind``: engine class. ``environment``: variables of the engine's processes. ``stages``: layers whose
@@ -316,7 +316,7 @@ class InferenceEngineClient(InferenceClient):
 
     def __init__(self, cfg: SkyRLTrainConfig, allocation: BundleAllocation | None) -> None:
         self.cfg, self.settings = cfg, engine_settings(cfg)
-        self.stages: list[RoutedLayers] = []
+        self.stages: list[StageLayers] = []
         """Layers whose experts each pipeline stage of the policy replays, once its ranks are built."""
         engines = _started(cfg, allocation, self.stages) if allocation is not None else _elsewhere(cfg)
         pool = EnginePool(engines, wait_s=cfg.trainer.phase_timeout_s)
@@ -379,7 +379,7 @@ def health_monitor(
 
 
 def _started(
-    cfg: SkyRLTrainConfig, allocation: BundleAllocation, stages: Sequence[RoutedLayers]
+    cfg: SkyRLTrainConfig, allocation: BundleAllocation, stages: Sequence[StageLayers]
 ) -> list[Callable[[], InferenceEngine]]:
     logs, made = run_folder(cfg) / "workers", []
     kind: Any = ENGINES.find(cfg.generator.inference_engine.backend) or VLLMEngine

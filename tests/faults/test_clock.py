@@ -12,7 +12,8 @@ WRITTEN_DOWN = {
     "skyrl_megatron_observe.run_report",
     "skyrl_megatron_tools.doctor.machine",
 }
-"""Modules that read it: spans of lanes, the day that templates write, the start of a run, a page's age, and how far clocks of hosts are apart."""
+"""Modules that read it: spans of lanes, the day that templates write, the start of a run, a page's age, and how far
+clocks of hosts are apart."""
 
 
 def reads_the_time_of_day(tree):

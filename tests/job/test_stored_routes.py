@@ -266,7 +266,7 @@ def test_likeliest_tokens_go_from_teacher_to_policy(ray_slots):
     from skyrl_megatron.data.splitting import MINI_BATCH_PROMPTS, PROMPT_UIDS, mini_batches
     from skyrl_megatron.inference.protocol import Generation
     from skyrl_megatron.runtime.flops import ModelFlops
-    from skyrl_megatron.types import TensorInStore
+    from skyrl_megatron.types import TensorElsewhere
     from skyrl_megatron.workers.dispatch import RankInfo, dispatch, top_tensors
 
     lengths, k = [30_000, 20_000, 0, 25_000, 10_000, 15_000, 1, 40_000], 4
@@ -282,7 +282,7 @@ def test_likeliest_tokens_go_from_teacher_to_policy(ray_slots):
             for actor, share in zip(actors, sharded.shares, strict=True)
         ]
         top = top_tensors(sharded.places(ranks, further), batch.responses, k)
-        assert all(isinstance(tensor, TensorInStore) and tensor.stored is not None for tensor in top)
+        assert all(isinstance(tensor, TensorElsewhere) and tensor.stored is not None for tensor in top)
         batch.teacher_top_logprobs, batch.teacher_top_ids = top
         expected = batch.response_tokens()[:, None] + torch.arange(k, dtype=torch.int32)
         fetched = 0
