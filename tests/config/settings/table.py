@@ -453,6 +453,7 @@ REFUSED = {
     f"{A}distillation.demonstration": "hint",
     f"{T}teacher.model.path": "/model",
     f"{T}teacher.models": {"a": "/model"},
+    f"{T}placement.require_gpus": True,
     f"{M}moe_token_dispatcher_type": "allgather",
     f"{T}ref.megatron_config.moe_token_dispatcher_type": "allgather",
     f"{T}ref.megatron_config.moe_routing_replay_source": "trainer",
