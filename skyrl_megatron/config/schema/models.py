@@ -308,8 +308,6 @@ class PlacementConfig(BaseConfig):
     """Training and engines share the same GPUs and take turns."""
     colocate_policy_ref: bool = True
     """Policy and reference share the same GPUs."""
-    require_gpus: bool = False
-    """Refuse to start where no GPU is visible, in place of a run on the CPU."""
     policy_num_nodes: Count = 1
     """Number of nodes of the policy."""
     policy_num_gpus_per_node: Count = 1
@@ -326,6 +324,8 @@ class PlacementConfig(BaseConfig):
     """Number of nodes of each teacher. Not set: that of the policy."""
     teacher_num_gpus_per_node: Count = 1
     """GPUs per node of each teacher. Not set: that of the policy."""
+    require_gpus: bool = False
+    """Refuse to start where no GPU is visible, in place of a run on the CPU."""
 
 
 class RoleConfig(BaseConfig):
