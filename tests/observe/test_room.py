@@ -121,6 +121,7 @@ def test_rows_of_a_step_against_the_object_store(model, size, told):
     ] * told
 
 
+@pytest.mark.process
 def test_a_driver_that_does_not_answer(model, tmp_path, monkeypatch):
     """Its files are there, so GPUs are counted; nothing can use them."""
     from skyrl_megatron_observe.preflight.machine_checks import machine
