@@ -137,7 +137,7 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
         **installed.run_settings(),
     }
     if args.recipe:  # which has sizes, optimizer and engines of its own
-        recipe = [f"--config={config_dir}/{args.recipe}.yaml", f"trainer.placement.require_gpus={not args.smoke}"]
+        recipe = [f"--config={config_dir}/{args.recipe}.yaml", *(["trainer.flash_attn=false"] if args.smoke else [])]
         kept = () if args.smoke else OF_RECIPE
         keys = {key: value for key, value in keys.items() if not key.startswith(kept)}
         args.overrides = [*args.overrides, "trainer.hf_save_interval=0", "environment.env_class=length"]

@@ -135,6 +135,6 @@ def test_idle_gpus_are_said_with_the_key_that_uses_them(model, keys, nodes, text
 def test_no_gpu_for_a_recipe_that_wants_them(model, hardware):
     """The only line: what a CPU run could not do is no help."""
     offload = f"{M}optimizer_config_kwargs.optimizer_cpu_offload=true"
-    (problem,) = find_problems(of(model, *EIGHT, f"{P}require_gpus=true", offload), hardware)
-    assert problem.key == f"{P}require_gpus" and "no GPU is visible on " in problem.fix
+    (problem,) = find_problems(of(model, *EIGHT, "trainer.flash_attn=true", offload), hardware)
+    assert problem.key == "trainer.flash_attn" and "no GPU is visible on " in problem.fix
     assert "this configuration wants 8: " in problem.fix and "--check=1x8" in problem.fix

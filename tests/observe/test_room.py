@@ -8,6 +8,7 @@ from skyrl_megatron.config.hardware import Hardware
 from skyrl_megatron.config.resolve import fit_to_hardware
 from skyrl_megatron.errors import Problem
 from tests.support.released_models import DEEPSEEK_V3, QWEN3_30B_A3B
+from tests.support.shared_folder import share
 from tests.support.whole_folder import write_whole_folder
 
 T = "trainer."
@@ -66,10 +67,9 @@ def test_a_folder_of_each_node_alone_is_refused(model, keys, lines, monkeypatch)
 def test_a_file_system_of_the_network_may_be_mounted_anywhere(model, monkeypatch, tmp_path):
     from skyrl_megatron_observe.preflight import room_checks
 
-    (tmp_path / "mounts").write_text("/dev/sda / ext4 rw 0 0\nserver:/x /tmp/shared nfs4 rw 0 0\n")
-    monkeypatch.setattr(room_checks, "MOUNTS", tmp_path / "mounts")
+    share(tmp_path, monkeypatch)
     monkeypatch.delenv("TMPDIR", raising=False)
-    names = [f"{T}{name}_path=/tmp/shared/runs" for name in ("log", "ckpt", "export")]
+    names = [f"{T}{name}_path={tmp_path}/runs" for name in ("log", "ckpt", "export")]
     run = planned(model, FOUR, f"{T}placement.policy_num_nodes=4", *names)
     assert list(room_checks.shared_folders(run)) == []
     run.cfg.trainer.ckpt_path = "/tmp/runs"

@@ -210,16 +210,16 @@ def idle_gpus(cfg: SkyRLTrainConfig, nodes: Sequence[int]) -> str | None:
 
 
 def missing_gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
-    """Yield a problem if the run must have GPUs (``trainer.placement.require_gpus``) and the machine shows none."""
-    if cfg.trainer.placement.require_gpus and hardware.is_cpu:
+    """Yield a problem if the user asks for kernels of GPUs and the machine shows none. Recipes for GPUs do so."""
+    if hardware.is_cpu and cfg.trainer.flash_attn and cfg.trainer.is_set("flash_attn"):
         wanted, nodes = sum(gpus_requested(cfg).values()), cfg.trainer.placement.policy_num_nodes
         where = "the cluster" if hardware.elsewhere else "this machine"
         fix = (
-            f"no GPU is visible on {where}; this configuration wants {wanted}: start it where nvidia-smi lists them "
-            f"(a login node has none: submit a job), check it here with --check={nodes}x{max(wanted // nodes, 1)}, or "
-            "set this key to false for a run on the CPU"
+            f"needs GPUs: no GPU is visible on {where}; this configuration wants {wanted}: start it where nvidia-smi "
+            f"lists them (a login node has none: submit a job), check it here with "
+            f"--check={nodes}x{max(wanted // nodes, 1)}, or remove this key for a run on the CPU"
         )
-        yield Problem("trainer.placement.require_gpus", True, fix)
+        yield Problem("trainer.flash_attn", True, fix)
 
 
 def _engine_nodes(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:

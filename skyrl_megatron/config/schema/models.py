@@ -324,8 +324,6 @@ class PlacementConfig(BaseConfig):
     """Number of nodes of each teacher. Not set: that of the policy."""
     teacher_num_gpus_per_node: Count = 1
     """GPUs per node of each teacher. Not set: that of the policy."""
-    require_gpus: bool = False
-    """Refuse to start where no GPU is visible, in place of a run on the CPU."""
 
 
 class RoleConfig(BaseConfig):

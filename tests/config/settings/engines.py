@@ -119,14 +119,6 @@ def devices(cfg):
     return gpus_requested(cfg)
 
 
-def without_gpus(cfg):
-    """Why the run does not start on a machine without GPUs."""
-    from skyrl_megatron.config.hardware import Hardware
-    from skyrl_megatron.config.rules.placement_rules import missing_gpus
-
-    return [str(problem) for problem in missing_gpus(cfg, Hardware(0, 1))]
-
-
 def folder(cfg):
     """Where logs go."""
     from skyrl_megatron.config.resolve import run_folder

@@ -319,7 +319,6 @@ ENGINES = {
     f"{E}registry_drain_s": Row(7.0, engines.registry, JOINED),
     f"{T}placement.colocate_all": Row(False, engines.devices),
     f"{T}placement.colocate_policy_ref": Row(False, engines.devices, APART),
-    f"{T}placement.require_gpus": Row(True, engines.without_gpus),
     f"{T}placement.policy_num_nodes": Row(2, engines.layout),
     f"{T}placement.policy_num_gpus_per_node": Row(2, engines.layout),
     f"{T}critic.model.path": Row("other", engines.layout, {f"{A}advantage_estimator": "gae"}),
