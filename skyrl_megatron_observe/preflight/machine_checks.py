@@ -104,8 +104,8 @@ def ports(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         if not (enabled and port):
             continue
         key = f"generator.inference_engine.{name}"
-        if cluster:
-            yield NotChecked(f"{key}={port}", "the run may bind it on another node of the cluster")
+        if cluster or run.hardware.elsewhere:
+            yield NotChecked(f"{key}={port}", "the run may bind it on another node than this one")
         elif why := _cannot_listen(host, port):
             yield Problem(key, port, f"cannot listen on {host} ({why}): set another port, or 0 for a free one")
     if engine.enable_registry and not run.training:

@@ -134,7 +134,7 @@ def cluster(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("command", FOR_GPUS)
+@pytest.mark.parametrize("command", FOR_GPUS, ids=lambda command: FOR_GPUS[command][0].document.stem)
 def test_a_command_for_gpus_is_green_on_the_machines_that_its_page_names(cluster, capsys, command):
     block, words = FOR_GPUS[command]
     words = [re.sub(r"(?<![\w:])/shared/", f"{cluster}/shared/", word) for word in words]
@@ -145,6 +145,18 @@ def test_a_command_for_gpus_is_green_on_the_machines_that_its_page_names(cluster
     nodes, gpus = map(int, re.search(r"(\d+)x(\d+)", " ".join([*words, *added])).groups())
     assert f"it can run on: {gpus} GPUs per node, {nodes} node(s)" in out
     assert "stay idle" not in out, "all GPUs that the page names are used"
+    if block.document.name == "one-gpu.md":
+        assert_said(block.document.read_text(), out)
+
+
+def assert_said(page, out):
+    """The figures of the page are those of the check, to a tenth."""
+    said = re.search(r"takes (\d+) s a step on paper \((\d+) to (\d+)\)", page).groups()
+    printed = re.search(r"a step +(\S+) s +\((\S+) … (\S+)\)", out).groups()
+    assert list(map(float, said)) == pytest.approx(list(map(float, printed)), rel=0.1)
+    said = re.search(r"training, (\d+) of (\d+) GB", page).groups()
+    printed = re.search(r"policy training, rank 0: (\S+) GB of (\S+) GB", out).groups()
+    assert list(map(float, said)) == pytest.approx(list(map(float, printed)), rel=0.1)
 
 
 def run(words, folder):
