@@ -79,7 +79,7 @@ COMMANDS = (
     Row(r"python launch/examples/tiny\.py", "tests/examples/test_runs.py::taught"),
     Row(r"python launch/examples/custom_\S+ trainer", needs=GPUS),
     Row(r"python train_letters\.py", "tests/plugins/test_plugins.py::test_the_script_of_the_trainer_guide_runs"),
-    Row(rf"{MAIN}entrypoints\.main_base", needs=GPUS),
+    Row(rf"{MAIN}entrypoints\.main_base", GREEN),
     Row(rf"{VERB}one-step", "tests/tools/test_one_step.py::test_prompts_to_synced_weights"),
     Row(rf"{VERB}train(-async)? ([a-z_.]+=|key=|…)", needs=GPUS),
     Row(

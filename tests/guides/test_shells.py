@@ -111,6 +111,8 @@ def cluster(tmp_path, monkeypatch):
     write_whole_folder(shared / "m", QWEN3_30B_A3B)
     for name in ("train", "test"):
         write_sums(shared / f"{name}.parquet", 512)
+    for name in ("train", "validation"):
+        write_sums(tmp_path / "data" / "gsm8k" / f"{name}.parquet", 2048)
     question, right, wrong = (
         {"role": role, "content": text} for role, text in (("user", "1+1=?"), ("assistant", "2"), ("assistant", "3"))
     )
@@ -126,8 +128,9 @@ def cluster(tmp_path, monkeypatch):
     with hub_endpoint.serve() as server:
         hub_endpoint.use(monkeypatch, tmp_path / "hf", HF_ENDPOINT=server.url)
         olmoe = write_whole_folder(tmp_path / "olmoe", OLMOE_1B_7B)
-        files = {file.name: file.read_bytes() for file in olmoe.iterdir() if file.is_file()}
-        server.repository("allenai/OLMoE-1B-7B-0125-Instruct").push(files)
+        for name, folder in (("allenai/OLMoE-1B-7B-0125-Instruct", olmoe), ("Qwen/Qwen3-30B-A3B", shared / "m")):
+            small = [file for file in folder.iterdir() if file.suffix != ".safetensors"]  # a check fetches no weights
+            server.repository(name).push({file.name: file.read_bytes() for file in small if file.is_file()})
         yield tmp_path
 
 
@@ -162,6 +165,7 @@ def assert_said(page, out):
 def run(words, folder):
     """Run a command in this process, as its program would. Returns its exit code."""
     from skyrl_megatron import cli
+    from skyrl_megatron.entrypoints import main_base
     from skyrl_megatron_tools.embedded import run_moe
 
     if words[0] == "sbatch":
@@ -176,6 +180,8 @@ def run(words, folder):
     if program == "skyrl-megatron":
         return cli.main(words)
     assert program == "python"
+    if words[0] == "-m":
+        return main_base.main([os.path.expandvars(word) for word in words[2:]])
     return run_script(words, folder)
 
 
