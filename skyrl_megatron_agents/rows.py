@@ -31,6 +31,9 @@ class OutcomeKind(StrEnum):
     """How a trajectory ended."""
 
     SOLVED = "solved"
+    """Reward 1 or more."""
+    PARTLY_SOLVED = "partly solved"
+    """A reward between 0 and 1."""
     FAILED = "failed"
     """The policy did not solve the task. It is a sample like a solved one."""
     TIMED_OUT = "timed out"
@@ -39,6 +42,15 @@ class OutcomeKind(StrEnum):
     """The last prompt did not fit into the context. It is a sample only where a reward is given for it."""
     INFRASTRUCTURE = "infrastructure"
     """An engine, a sandbox or the agent's own program failed. Never a sample."""
+
+    @classmethod
+    def of(cls, reward: float) -> OutcomeKind:
+        """Return how a trajectory with this reward ended."""
+        return cls.SOLVED if reward >= 1 else cls.PARTLY_SOLVED if reward > 0 else cls.FAILED
+
+
+GRADED = (OutcomeKind.SOLVED, OutcomeKind.PARTLY_SOLVED, OutcomeKind.FAILED)
+"""Ends with a reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +68,7 @@ class Outcome:
     def __post_init__(self) -> None:
         if self.kind is OutcomeKind.INFRASTRUCTURE and self.reward is not None:
             raise DataError(f"outcome {self.kind.value!r} has reward {self.reward}: it is never a sample, give none")
-        if self.kind in (OutcomeKind.SOLVED, OutcomeKind.FAILED) and self.reward is None:
+        if self.kind in GRADED and self.reward is None:
             raise DataError(f"outcome {self.kind.value!r} has no reward: give one, or use another outcome")
 
     @property

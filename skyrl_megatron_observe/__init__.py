@@ -13,12 +13,14 @@ for _check in (
     "model_checks:engine_weights",
     "data_checks:data",
     "machine_checks:folders",
+    "room_checks:shared_folders",
     "machine_checks:resume",
     "machine_checks:replay",
     "machine_checks:ports",
     "machine_checks:machine",
     "machine_checks:attention",
     "machine_checks:memory",
+    "room_checks:room",
 ):
     CHECKS.register_path(f"skyrl_megatron_observe.preflight.{_check}")
 REPORTERS.register_path("skyrl_megatron_observe.preflight.check_report:report")

@@ -59,18 +59,24 @@ class SampleLog:
     def chosen(self, batch: TrainingBatch) -> list[int]:
         """Return the rows to write, group by group, until ``self.rows`` or :data:`MOST_TOKENS` is reached.
 
-        Groups whose rewards differ, which alone have advantages, come first; of each the best and the worst row."""
+        Groups whose rewards differ, which alone have advantages, come first, those that differ most before others; of
+        each the best row, the worst, and one that a length limit cut off."""
         tokens, rows, lengths = 0, list[int](), batch.lengths
         totals = np.zeros(len(batch)) if batch.rewards is None else batch.responses.sum(batch.rewards).numpy()
         ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
+        cut = np.zeros(len(batch), bool) if batch.truncated is None else batch.truncated.numpy()
         groups: dict[str, list[int]] = defaultdict(list)
         for row, uid in enumerate(batch.uids):
             groups[uid].append(row)
-        flat = {uid: len({totals[row] for row in group if ends[row]}) < 2 for uid, group in groups.items()}
-        for uid in sorted(groups, key=flat.__getitem__):
+        spread = {
+            uid: float(np.ptp(totals[[row for row in group if ends[row]] or group])) for uid, group in groups.items()
+        }
+        for uid in sorted(groups, key=lambda uid: -spread[uid]):
             best_first = sorted(groups[uid], key=lambda row: -totals[row])
             order = [best_first[n // 2 if n % 2 == 0 else -1 - n // 2] for n in range(len(best_first))]
-            for row in (groups[uid] if flat[uid] else order)[: max(self.rows // 2, 1)]:
+            if shortened := [row for row in order[2:] if cut[row]]:
+                order.insert(2, order.pop(order.index(shortened[0])))
+            for row in (order if spread[uid] else groups[uid])[: max(self.rows // 2, 1)]:
                 if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
                     return rows
                 rows.append(row)

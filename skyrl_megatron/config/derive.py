@@ -141,6 +141,10 @@ def derive(cfg: Section) -> None:
     for name in ("num_nodes", "num_gpus_per_node"):
         for role in OTHER_ROLES:
             fill(cfg, f"trainer.placement.{role}_{name}", getattr(trainer.placement, f"policy_{name}"))
+    placement, engine = trainer.placement, generator.inference_engine
+    devices = placement.policy_num_nodes * placement.policy_num_gpus_per_node if placement.colocate_all else 0
+    one = engine.tensor_parallel_size * engine.pipeline_parallel_size * engine.data_parallel_size
+    fill(cfg, "generator.inference_engine.num_engines", max(devices // max(one, 1), 1))
     lora = trainer.policy.model.lora
     if lora.sync_mode == "memory" and "trainer.policy.model.lora.sync_mode" not in _filled(cfg):
         fill(cfg, "trainer.policy.megatron_config.lora_config.merge_lora", False)

@@ -39,6 +39,14 @@ class Hardware:
     elsewhere: bool = False
     """True for other machines than this one: those of ``--check=NODESxGPUS``, or of a cluster."""
 
+    uneven: tuple[int, ...] = ()
+    """GPUs of each node that has any, if nodes differ."""
+
+    @property
+    def node_gpus(self) -> tuple[int, ...]:
+        """GPUs of each node; empty if the number of nodes is unknown."""
+        return self.uneven or (self.gpus_per_node,) * (self.nodes or 0)
+
     @property
     def is_cpu(self) -> bool:
         """True for a run without GPUs."""

@@ -163,16 +163,20 @@ def _grid_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
     if parallel.world_size % dense:
         name = next(n for n in ("cp", "pp", "tp") if getattr(parallel, n) > 1)
         product = f"tp·pp·cp = {parallel.tp}·{parallel.pp}·{parallel.cp}"
-        yield _problem(parallel, name, _indivisible(product, dense, parallel.world_size), prefix)
+        yield _problem(parallel, name, _indivisible(parallel, name, product, dense), prefix)
     experts = parallel.pp * parallel.etp * parallel.ep
     if parallel.world_size % experts and (parallel.ep > 1 or parallel.etp > 1):
         name = "ep" if parallel.ep > 1 else "etp"
         product = f"pp·etp·ep = {parallel.pp}·{parallel.etp}·{parallel.ep}"
-        yield _problem(parallel, name, _indivisible(product, experts, parallel.world_size), prefix)
+        yield _problem(parallel, name, _indivisible(parallel, name, product, experts), prefix)
 
 
-def _indivisible(product: str, size: int, ranks: int) -> str:
-    return f"{product} = {size} must divide the {ranks} ranks; use a multiple of {size} ranks, or smaller degrees"
+def _indivisible(parallel: ParallelConfig, name: str, product: str, size: int) -> str:
+    """Return the fix: the largest value of the degree ``name`` with which the product divides the ranks, if any."""
+    ranks, degree = parallel.world_size, getattr(parallel, name)
+    fits = [n for n in range(1, degree) if ranks % (size // degree * n) == 0]
+    lower = f"set it to {fits[-1]}" if fits else "lower the degrees"
+    return f"{product} = {size} must divide the {ranks} ranks: {lower}, or use a multiple of {size} ranks"
 
 
 def _pipeline_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:

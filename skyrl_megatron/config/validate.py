@@ -16,7 +16,7 @@ from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.rules.evaluation_rules import evaluation_problems
 from skyrl_megatron.config.rules.exact_rules import exact_problems
 from skyrl_megatron.config.rules.ineffective import explicit_settings, ineffective_settings
-from skyrl_megatron.config.rules.placement_rules import placement_problems
+from skyrl_megatron.config.rules.placement_rules import missing_gpus, placement_problems
 from skyrl_megatron.config.rules.rollout_rules import rollout_problems, unaccounted_sampling
 from skyrl_megatron.config.rules.training_rules import (
     fully_async_problems,
@@ -84,6 +84,8 @@ def find_problems(cfg: SkyRLTrainConfig, hardware: Hardware, *, training: bool =
     except ConfigError as error:  # without the plugins, the names that they register would be reported too
         return list(error.problems)
     derive(cfg)
+    if without := list(missing_gpus(cfg, hardware)):  # rules of a CPU run would hide it
+        return without
     problems = fit_to_hardware(cfg, hardware)
     configs, unreadable = _hf_configs(cfg)
     outcomes = [outcome for rule in RULES.all() for outcome in rule(cfg, configs)]

@@ -13,7 +13,7 @@ from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware, read_size
 from skyrl_megatron.config.parse import CHECK_OPTIONS, CHECK_SWITCHES
-from skyrl_megatron.config.rules.placement_rules import gpus_requested
+from skyrl_megatron.config.rules.placement_rules import gpus_requested, idle_gpus
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.plugins import REPORTERS
 
@@ -107,6 +107,8 @@ def _verdict(
 
     yield f"it can run on this machine: {hardware}" if not hardware.elsewhere else f"it can run on: {hardware}"
     yield f"the run takes {sum(requested.values())} {unit}: " + ", ".join(f"{who} {n}" for who, n in requested.items())
+    if idle := idle_gpus(cfg, hardware.node_gpus):
+        yield idle
     if training:
         yield from resume_lines(cfg)
     yield ""

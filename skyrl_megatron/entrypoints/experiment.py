@@ -27,6 +27,7 @@ from skyrl_megatron.config.resolve import (
     typed_config,
 )
 from skyrl_megatron.config.roles import active_roles, role_layout
+from skyrl_megatron.config.rules.placement_rules import idle_gpus
 from skyrl_megatron.config.schema.evaluation import SETS, eval_sets
 from skyrl_megatron.config.validate import require_available
 from skyrl_megatron.data.folder_lock import FolderLock
@@ -47,7 +48,7 @@ from skyrl_megatron.trainer.evaluate import require_metrics
 from skyrl_megatron.trainer.tracking import Tracking
 from skyrl_megatron.workers.engines import InferenceEngineClient
 from skyrl_megatron.workers.nodes import fetch_models
-from skyrl_megatron.workers.placement import Placement, create_placement
+from skyrl_megatron.workers.placement import Placement, create_placement, node_gpus
 from skyrl_megatron.workers.ray_setup import end_ray, initialize_ray
 from skyrl_megatron.workers.runtime_env import start_server
 
@@ -281,6 +282,8 @@ def run_experiment(
         with heartbeat(start_up.say), current_task("start Ray"):
             cluster = initialize_ray(cfg, log_to_driver=False)
         start_up.done(f"ray: {cluster}")
+        if idle := idle_gpus(cfg, node_gpus()):
+            start_up.say(idle)
         try:
             with crash_reporter(run_folder(cfg) / "console.log", terminal().fileno()):
                 if address:

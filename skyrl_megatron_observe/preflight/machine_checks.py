@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -36,6 +37,9 @@ def machine(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     if run.hardware.is_cpu:
         return
     here = device.driver_gpu_count()
+    if not run.hardware.elsewhere and run.hardware.gpu_bytes is None and shutil.which("nvidia-smi"):
+        fix = "nvidia-smi does not answer, so no GPU can be used: restart or reinstall the driver (dmesg tells why)"
+        yield Problem("GPUs", run.hardware.gpus_per_node, fix)
     if here < run.hardware.gpus_per_node:
         why = f"this machine has {here} of {run.hardware.gpus_per_node}: drivers, kernels and links are not checked"
         yield NotChecked("GPUs", why)
@@ -100,8 +104,8 @@ def ports(run: PlannedRun) -> Iterator[Problem | NotChecked]:
         if not (enabled and port):
             continue
         key = f"generator.inference_engine.{name}"
-        if cluster:
-            yield NotChecked(f"{key}={port}", "the run may bind it on another node of the cluster")
+        if cluster or run.hardware.elsewhere:
+            yield NotChecked(f"{key}={port}", "the run may bind it on another node than this one")
         elif why := _cannot_listen(host, port):
             yield Problem(key, port, f"cannot listen on {host} ({why}): set another port, or 0 for a free one")
     if engine.enable_registry and not run.training:

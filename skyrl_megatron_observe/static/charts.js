@@ -149,12 +149,18 @@ function lineCard(spec) {
     const py = (v) => HEIGHT - BOTTOM - ((scale(v) - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
     const plain = (v) => HEIGHT - BOTTOM - ((v - bottom) / (top - bottom)) * (HEIGHT - TOP - BOTTOM);
     const parts = [];
-    for (const [at, value] of log ? decades(bottom, top) : ticks(bottom, top, 6).map((each) => [each, each])) {
+    let marks = log ? decades(bottom, top) : [];
+    if (marks.length < 2)
+      marks = log // within less than a decade
+        ? ticks(10 ** bottom, 10 ** top, 4).map((each) => [Math.log10(each), each])
+        : ticks(bottom, top, 6).map((each) => [each, each]);
+    for (const [at, value] of marks) {
       parts.push(el("line", { class: "gridline", x1: LEFT, x2: width - RIGHT, y1: plain(at), y2: plain(at) }));
       parts.push(el("text", { x: LEFT - 6, y: plain(at) + 3.5, "text-anchor": "end" }, format(+value.toPrecision(3))));
     }
     for (const at of ticks(x0, x1, Math.max(2, width / 60)).filter((v) => Number.isInteger(v)))
       parts.push(el("text", { x: px(at), y: HEIGHT - 5, "text-anchor": "middle" }, format(at)));
+    parts.push(el("text", { class: "axis", x: LEFT - 12, y: HEIGHT - 5, "text-anchor": "end" }, "step"));
     for (const s of shown) {
       const style = `stroke:${s.colour};stroke-dasharray:${s.dash}`;
       if (state.smooth && s.x.length >= 30) {

@@ -1,5 +1,13 @@
 // Distribution of tokens over experts: layers × experts of one step, and the experts of one layer over the steps.
-function heatCard(title, note, rows, columns, value, labels) {
+/** `axes`: for rows and columns what they are, and the number of the n-th one. */
+function heatCard(title, axes, rows, columns, value, labels) {
+  const [down, right] = axes;
+  const note = `Rows are ${down.name}s, columns ${right.name}s. Point at one for its number.`;
+  const [left, below] = [el("div", { class: "ticks down" }), el("div", { class: "ticks" })];
+  const scale = (place, axis, count) => {
+    const at = count < 2 ? [0] : [0, count >> 1, count - 1];
+    place.replaceChildren(...at.map((n, i) => el("span", {}, i ? `${axis.of(n)}` : `${axis.name} ${axis.of(n)}`)));
+  };
   const canvas = el("canvas", { role: "img", "data-chart": title, "aria-label": title, tabindex: 0 });
   const caption = el("p", { class: "note", "aria-live": "polite" }, note);
   const chart = { svg: canvas, move() {} };
@@ -10,6 +18,8 @@ function heatCard(title, note, rows, columns, value, labels) {
     const [n, m] = [rows(), columns()];
     canvas.width = m;
     canvas.height = n;
+    scale(left, down, n);
+    scale(below, right, m);
     canvas.style.height = `${Math.min(Math.max(n * 14, 90), 420)}px`;
     const context = canvas.getContext("2d");
     const image = context.createImageData(m, n);
@@ -41,12 +51,12 @@ function heatCard(title, note, rows, columns, value, labels) {
       el(
         "span",
         { class: "unit" },
-        "none",
+        "0",
         el("i", { class: "scale", style: "background:linear-gradient(90deg,var(--heat0),var(--heat1),var(--c1))" }),
         "6 × the mean",
       ),
     ),
-    canvas,
+    el("div", { class: "heat" }, left, canvas, el("div"), below),
     caption,
   );
 }
@@ -107,7 +117,10 @@ function experts() {
     { class: "grid" },
     heatCard(
       "tokens by layer and expert",
-      "Rows are layers, columns experts.",
+      [
+        { name: "layer", of: (n) => layers()[n] },
+        { name: "expert", of: (n) => n },
+      ],
       () => layers().length,
       () => now().load[0].length,
       (r, c) => now().share[r][c],
@@ -115,7 +128,10 @@ function experts() {
     ),
     heatCard(
       "tokens by expert over the steps",
-      "Rows are experts, columns steps.",
+      [
+        { name: "expert", of: (n) => n },
+        { name: "step", of: (n) => lines[n].step },
+      ],
       () => lines[0].load[0].length,
       () => lines.length,
       (r, c) => lines[c].share[layer.selectedIndex][r],

@@ -132,6 +132,7 @@ function stackedCard(run) {
     const shown = ticks(x[0] || 0, x[x.length - 1] || 1, Math.max(2, width / 110)).filter(Number.isInteger);
     for (const at of shown)
       if (at >= x[0]) parts.push(el("text", { x: px(at), y: high - 5, "text-anchor": "middle" }, format(at)));
+    parts.push(el("text", { class: "axis", x: LEFT - 12, y: high - 5, "text-anchor": "end" }, "step"));
     chart.cursor = el("line", { class: "cursor", y1: TOP, y2: high - BOTTOM, visibility: "hidden" });
     svg.setAttribute("viewBox", `0 0 ${width} ${high}`);
     svg.replaceChildren(...parts, chart.cursor);

@@ -190,7 +190,7 @@ def test_names_that_are_lists_hand_in_nothing_else(provider, folder):
 def test_rewards_of_tests(provider, folder):
     part = 'echo \'{"reward": 0.25, "style": 1}\' > /logs/verifier/reward.json'
     made = try_it(provider, write(folder, **{"tests/test.sh": part}), "true")
-    assert (made.outcome, made.reward) == ("solved", 0.25), made
+    assert (made.outcome, made.reward) == ("partly solved", 0.25), made
     made = try_it(provider, write(folder, **{"tests/test.sh": "echo no such package >&2; exit 3"}), "true")
     assert (made.outcome, made.reward) == ("infrastructure", None)
     assert made.reason.startswith("the tests left no reward.txt") and made.reason.endswith("code 3: no such package")
@@ -218,7 +218,7 @@ def test_tests_with_a_place_of_their_own(bundled, provider, folder):
     assert bool(task.tests) is not bundled and task.place.folder == ("/place" if bundled else "/app")
     leaves = "echo 0.5 > /data/out.txt; echo 1 | tee /tmp/left /data/more > /logs/artifacts/a; mkdir -p deep/er"
     made = try_it(provider, folder, f"{leaves}; echo 2 > deep/er/b; echo 1 > /logs/verifier/reward.txt")
-    assert (made.outcome, made.reward) == ("solved", 0.5), made
+    assert (made.outcome, made.reward) == ("partly solved", 0.5), made
     assert made.tests.stdout.decode().split() == (["deep"] if bundled else ["deep", "hello.sh", "scripts"])
     nothing = try_it(provider, folder, "true")
     assert (nothing.outcome, nothing.reward) == ("infrastructure", None), "these tests leave nothing then"

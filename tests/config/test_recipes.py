@@ -1,5 +1,6 @@
 """Recipes: each fits with room on the machines that its first lines name, with its own batch, and says what ran."""
 
+import json
 import re
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tests.support.released_models import (
     GLM_4_5_AIR,
     GPT_OSS_120B,
     KIMI_K2,
+    OLMOE_1B_7B,
     QWEN3_30B_A3B,
     QWEN3_235B_A22B,
     RELEASED_LATER,
@@ -30,6 +32,7 @@ SHAPES = {
     "qwen3-30b-a3b-lora": QWEN3_30B_A3B,
     "qwen3-30b-a3b-sft": QWEN3_30B_A3B,
     "qwen3-30b-a3b-sft-lora": QWEN3_30B_A3B,
+    "olmoe-1b-7b": OLMOE_1B_7B,
     "qwen3-235b-a22b": QWEN3_235B_A22B,
     "qwen3-235b-a22b-lora": QWEN3_235B_A22B,
     "glm-4.5-air": GLM_4_5_AIR,
@@ -54,12 +57,13 @@ ROOM_GB = 3
 def test_each_run_has_its_own_folders(name, monkeypatch, tmp_path):
     """By project and run, also those that the command line names. The embedded run names its folders by its seed."""
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.schema.preferences import DPOTrainConfig
     from skyrl_megatron.config.schema.sft import SFTTrainConfig
 
     if name in NO_RECIPES | EMBEDDED | {"embedded"}:
         return
     monkeypatch.setenv("HOME", str(tmp_path))
-    cls = SFTTrainConfig if "sft" in name else SkyRLTrainConfig
+    cls = SFTTrainConfig if "sft" in name else DPOTrainConfig if "dpo" in name else SkyRLTrainConfig
     given = [f"--config={FOLDER / name}.yaml", "trainer.policy.model.path=a/b", "data.train_data=[a.parquet]"]
     trainer = cls.from_cli_overrides([*given, "trainer.run_name=second"]).trainer
     assert trainer.ckpt_path == f"{tmp_path}/ckpts/{trainer.project_name}/second"
@@ -83,9 +87,36 @@ def models(tmp_path_factory):
     return root / "rows.parquet", folder
 
 
+DPO = {"qwen3-30b-a3b-dpo-lora"}
+"""Of pairs."""
+
+
+@pytest.mark.parametrize("recipe", DPO)
+def test_a_recipe_of_pairs_fits_with_room(models, recipe, tmp_path, capsys):
+    from skyrl_megatron import cli
+
+    text = (FOLDER / f"{recipe}.yaml").read_text()
+    machine = re.search(r"--check=(\S+) --gpu h100 --host-memory (\w+)\. Only that was checked; no run", text)
+    pair = {kind: [{"role": "assistant", "content": kind}] for kind in ("chosen", "rejected")}
+    row = json.dumps({"prompt": [{"role": "user", "content": "1+1=?"}], **pair})
+    (tmp_path / "pairs.jsonl").write_text("\n".join([row] * 256))
+    words = [f"model={models[1](QWEN3_30B_A3B)}", f"data.train_data=['{tmp_path}/pairs.jsonl']", "data.val_data=[]"]
+    words += [f"--check={machine[1]}", "--gpu", "80GB", "--host-memory", machine[2], "trainer.logger=console"]
+    assert cli.main(["dpo", "--recipe", recipe, *words]) == 0, capsys.readouterr().err
+    rooms = re.findall(r"^(.+): .* of .*, (\S+) GB free$", capsys.readouterr().out, re.MULTILINE)
+    assert len(rooms) >= 3 and all(float(room) > ROOM_GB for _, room in rooms), rooms
+
+
+@pytest.mark.parametrize("recipe", sorted(set(SHAPES) | DPO))
+def test_a_recipe_for_gpus_says_so_and_has_folders_that_nodes_share(recipe):
+    trainer = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())["trainer"]
+    assert trainer["flash_attn"] is True, "else it would become a run on the CPU where no GPU is visible"
+    assert all(trainer[f"{name}_path"].startswith("~/") for name in ("log", "ckpt", "export"))
+
+
 def test_every_recipe_is_checked_here_and_named_in_the_documents():
     names = {file.stem for file in FOLDER.glob("*.yaml")} - NO_RECIPES
-    assert names == set(SHAPES) | SMALL
+    assert names == set(SHAPES) | SMALL | DPO
     guide = (ROOT / "docs" / "guides" / "recipes.md").read_text()
     assert [name for name in sorted(names) if f"`{name}`" not in guide] == []
 
@@ -143,12 +174,15 @@ def check_batch(config, nodes, out):
         trainer["policy_mini_batch_size"],
         generator["n_samples_per_prompt"],
     )
-    assert f"{batch} prompts · {samples} samples = {batch * samples} sequences of at most 8192 tokens" in out
+    longest = trainer["max_prompt_length"] + generator["sampling_params"]["max_generate_length"]
+    assert f"{batch} prompts · {samples} samples = {batch * samples} sequences of at most {longest} tokens" in out
     step = f"each on {mini * samples} sequences = dp {replicas} · {mini * samples // replicas}"
     assert f"policy: {batch // mini} optimizer steps ({batch}/{mini} · 1 epochs), {step}" in out
     engine = generator["inference_engine"]
     ranks = engine["tensor_parallel_size"] * engine.get("pipeline_parallel_size", 1)
-    assert engine["num_engines"] * ranks == hosts * gpus, "engines share all GPUs with the trainer"
+    assert "num_engines" not in engine and f"{hosts * gpus // ranks} · {ranks} ranks (tp " in out, (
+        "they follow the GPUs"
+    )
 
 
 TP_2 = "tensor_model_parallel_size=2"

@@ -192,7 +192,7 @@ RULES = {
             f"{E}distributed_executor_backend=mp",
         ],
         f"{E}tensor_parallel_size",
-        "must divide policy_num_gpus_per_node=1",
+        "divide policy_num_gpus_per_node=1, or be a multiple",
     ),
     "engine too short": (
         [f"{E}engine_init_kwargs.max_model_len=1000", "generator.eval_sampling_params.max_generate_length=1"],
@@ -491,7 +491,7 @@ RULES = {
         "trainer.ref.fsdp_config.mixed_precision",
         "trainer.bf16",
     ),
-    "engines against policy": ([f"{E}num_engines=2"], f"{E}num_engines", "make both numbers equal"),
+    "engines against policy": ([f"{E}num_engines=2"], f"{E}num_engines", "set it to 1, or remove this key"),
     "reference elsewhere": (
         ["trainer.placement.ref_num_gpus_per_node=2"],
         "trainer.placement.ref_num_gpus_per_node",

@@ -33,6 +33,12 @@ POLL_S, GRACE_S = 0.2, 10.0
 CPU_FACTOR = 3
 """Time limits of a rehearsal without a GPU, on few cores."""
 SLICE = ("benchmarks/gpu_run.py", "--layers", "4", "--folder", "{work}/run")
+ONE_GPU = (
+    *("benchmarks/gpu_run.py", "--recipe", "olmoe-1b-7b"),
+    *("--layers", "16", "--steps", "2"),
+    "--folder",
+    "{work}/one",
+)
 MEGATRON = "trainer.policy.megatron_config."
 LOCAL = f"{MEGATRON}transformer_config_kwargs.transformer_impl=local"
 TRAIN, EXCHANGE = "benchmarks/gpu_train.py", "benchmarks/gpu_exchange.py"
@@ -91,6 +97,14 @@ RUNGS = (
     Rung("sync", ("benchmarks/gpu_weight_sync.py", "--layers", "4"), 90, "GB/s of a weight sync within the GPU"),
     Rung("engines", tests(f"{TESTS}60_engines.py"), 420, "weights change under load, graphs, sleep"),
     Rung("run", tests(f"{TESTS}90_run.py"), 300, "two colocated steps", ("ray",), ("step",)),
+    Rung(
+        "one_gpu",
+        ONE_GPU,
+        540,
+        "two steps of the quick start for one GPU, random weights",
+        ("ray", "vllm", "gpu"),
+        ("run",),
+    ),
     Rung("offload", tests(f"{TESTS}30_offload.py"), 240, "state leaves the GPU and returns whole", (), ("step",)),
     Rung("checkpoint", tests(f"{TESTS}40_checkpoint.py"), 240, "checkpoints, bit for bit", (), ("step",)),
     Rung(

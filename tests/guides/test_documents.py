@@ -49,18 +49,23 @@ def folder(tmp_path, monkeypatch):
     PolicyLossRegistry.repopulate()
 
 
+def code(document):
+    """Its blocks of Python but those that load what a run has made."""
+    return [block for block in blocks(document, "python") if not block.options.startswith("load=")]
+
+
 def with_python(process):
     """Documents whose blocks start processes, or those that start none."""
     return [
         document
         for document in DOCUMENTS
-        if (found := blocks(document, "python")) and any(block.options == "process" for block in found) == process
+        if (found := code(document)) and any(block.options == "process" for block in found) == process
     ]
 
 
 def run_blocks(document, folder):
     names = {"__name__": "__main__"}
-    for block in blocks(document, "python"):
+    for block in code(document):
         if block.file:
             (folder / block.file).write_text(block.text)
             names |= {"__name__": "__main__"}

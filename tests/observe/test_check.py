@@ -240,8 +240,11 @@ def test_a_table_that_does_not_tell_its_matrices_is_refused(tmp_path, monkeypatc
     )
 
 
-def test_check_for_another_machine(run_args, capsys):
+def test_check_for_another_machine(run_args, capsys, monkeypatch, tmp_path):
     from skyrl_megatron.entrypoints import check
+    from tests.support.shared_folder import share
+
+    share(tmp_path.parent, monkeypatch)
 
     args = [*run_args, "trainer.logger=console", "trainer.placement.policy_num_nodes=2"]
     args += ["trainer.placement.policy_num_gpus_per_node=8", "generator.inference_engine.num_engines=16"]

@@ -120,6 +120,19 @@ def test_heat_maps_are_painted(quiet, report):
     )
     quiet.wait(f"{painted}.every(colours => colours > 5)")
     assert len(quiet.run(painted)) == 2
+    numbers = quiet.run(
+        "[...document.querySelectorAll('.heat .ticks')].map(t => [...t.children].map(s => s.textContent))"
+    )
+    assert [marks[0].split()[0] for marks in numbers] == ["layer", "expert", "expert", "step"]
+    assert all(marks[-1].isdigit() for marks in numbers), numbers
+
+
+def test_an_axis_says_what_it_counts(quiet, report):
+    quiet.open(report)
+    for view in ("overview", "time"):
+        choose(quiet, view)
+        quiet.wait("document.querySelectorAll('svg .axis').length > 2")
+        assert set(quiet.run("[...document.querySelectorAll('svg .axis')].map(t => t.textContent)")) == {"step"}
 
 
 def test_lanes_of_a_step(quiet, report):

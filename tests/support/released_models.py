@@ -425,3 +425,21 @@ RELEASED_LATER["GLM-5"] = RELEASED_LATER["DeepSeek-V3.2"] | {
     "v_head_dim": 256,
     "vocab_size": 154880,
 }
+OLMOE_1B_7B = {
+    "model_type": "olmoe",
+    "architectures": ["OlmoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "intermediate_size": 1024,
+    "vocab_size": 50304,
+    "max_position_embeddings": 4096,
+    "norm_topk_prob": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}

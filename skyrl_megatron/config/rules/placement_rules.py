@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.fields import default_of
@@ -48,7 +49,7 @@ def placement_problems(
             yield from megatron_problems(cfg, role, section, hardware, hf or {})
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
-    yield from _colocation(cfg)
+    yield from _colocation(cfg, hardware)
     if hardware.is_cpu:
         yield from _cpu_engines(cfg)
     else:
@@ -79,7 +80,7 @@ def _fsdp(fsdp: FSDPConfig, section: str) -> Iterator[Problem]:
             yield Problem(f"{section}{name}", value, f"is a key of FSDP backends; here use {instead}")
 
 
-def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
+def _colocation(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
     placement, engine, roles = cfg.trainer.placement, cfg.generator.inference_engine, active_roles(cfg)
     policy = role_world_size(placement, "policy")
     for role in roles[1:]:
@@ -92,20 +93,25 @@ def _colocation(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
                 fix = f"the {role} shares the policy's GPUs ({switch}=true): set it to policy_{name}={needed}"
                 yield Problem(f"trainer.placement.{role}_{name}", size, fix)
     if placement.colocate_all and engine.run_engines_locally:
-        ranks = engine.num_engines * engine_ranks(cfg)
-        if ranks != policy:
+        one, per_node = engine_ranks(cfg), placement.policy_num_gpus_per_node
+        executor, tp = engine.distributed_executor_backend, engine.tensor_parallel_size
+        if one > hardware.gpus_per_node > 0 and executor != "ray":
+            pass  # reported with the executor
+        elif policy % one or _straddle(one, per_node, executor):
+            rest = one // tp
+            fits = [n for n in range(1, tp) if not (policy % (n * rest) or _straddle(n * rest, per_node, executor))]
             fix = (
-                f"engines take num_engines · tp · pp · dp = {ranks} GPUs, but share the policy's {policy} GPUs "
-                "(colocate_all=true): make both numbers equal"
+                f"an engine takes tp · pp · dp = {one} GPUs; with colocate_all=true this must divide the policy's "
+                f"{policy}, and divide policy_num_gpus_per_node={per_node}, or be a multiple of it with "
+                f"distributed_executor_backend=ray: set it to {fits[-1] if fits else 1}"
+            )
+            yield Problem("generator.inference_engine.tensor_parallel_size", tp, fix)
+        elif engine.num_engines * one != policy:
+            fix = (
+                f"engines of tp · pp · dp = {one} take {engine.num_engines * one} GPUs, but share the policy's "
+                f"{policy} (colocate_all=true): set it to {policy // one}, or remove this key"
             )
             yield Problem("generator.inference_engine.num_engines", engine.num_engines, fix)
-        elif _straddle(engine_ranks(cfg), placement.policy_num_gpus_per_node, engine.distributed_executor_backend):
-            fix = (
-                f"an engine takes tp · pp · dp = {engine_ranks(cfg)} GPUs: with colocate_all=true this must divide "
-                f"policy_num_gpus_per_node={placement.policy_num_gpus_per_node}, or be a multiple of it with "
-                "distributed_executor_backend=ray"
-            )
-            yield Problem("generator.inference_engine.tensor_parallel_size", engine.tensor_parallel_size, fix)
 
 
 def _straddle(ranks: int, per_node: int, executor: str) -> bool:
@@ -145,20 +151,75 @@ def _cpu_engines(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 
 
 def _gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
-    placement, asked = cfg.trainer.placement, gpus_requested(cfg)
+    placement, asked, most = cfg.trainer.placement, gpus_requested(cfg), hardware.gpus_per_node
+    total, there = sum(asked.values()), sum(hardware.node_gpus)
     for role in asked:
         per_node = getattr(placement, f"{role}_num_gpus_per_node", 0)
-        if per_node > hardware.gpus_per_node:
-            fix = f"a node has {hardware.gpus_per_node} GPUs: use more nodes, or fewer GPUs"
+        if per_node > most:
+            nodes = math.ceil(per_node * getattr(placement, f"{role}_num_nodes") / most)
+            fix = f"a node has {most} GPUs: set it to {most} and trainer.placement.{role}_num_nodes={nodes}"
             yield Problem(f"trainer.placement.{role}_num_gpus_per_node", per_node, fix)
-    total = sum(asked.values())
-    if hardware.nodes is not None and total > hardware.gpus_per_node * hardware.nodes:
+    if there and total > there:
         listed = " + ".join(f"{count} ({role})" for role, count in asked.items())
+        key, value, instead = _smaller(cfg, asked, there)
+        fix = f"the run takes {listed} = {total} GPUs, but there are {there}: {instead}"
+        yield Problem(key, value, f"{fix}, or join a larger Ray cluster (RAY_ADDRESS)")
+    few = [count for count in hardware.uneven if count < placement.policy_num_gpus_per_node]
+    enough = len(hardware.uneven) - len(few)
+    if few and total <= there and placement.policy_num_nodes > enough:
         fix = (
-            f"the run takes {listed} = {total} GPUs, but there are {hardware.gpus_per_node * hardware.nodes}: use "
-            "fewer, share them (trainer.placement.colocate_all=true), or join a larger Ray cluster (RAY_ADDRESS)"
+            f"nodes have {', '.join(map(str, hardware.uneven))} GPUs, so {enough} have "
+            f"{placement.policy_num_gpus_per_node}: set it to {enough}, or "
+            f"trainer.placement.policy_num_gpus_per_node={min(few)}"
         )
-        yield Problem("trainer.placement.policy_num_gpus_per_node", placement.policy_num_gpus_per_node, fix)
+        yield Problem("trainer.placement.policy_num_nodes", placement.policy_num_nodes, fix)
+
+
+def _smaller(cfg: SkyRLTrainConfig, asked: Mapping[str, int], there: int) -> tuple[str, int, str]:
+    """Return key, value and what to set it to, for a run that takes more than the ``there`` GPUs."""
+    placement, engine = cfg.trainer.placement, cfg.generator.inference_engine
+    left = (there - sum(asked.values()) + asked.get("engines", 0)) // engine_ranks(cfg)
+    if "engines" in asked and left >= 1:
+        return "generator.inference_engine.num_engines", engine.num_engines, f"set it to {left}"
+    per_node = placement.policy_num_gpus_per_node
+    if len(asked) == 1:
+        if there >= per_node:
+            key, value, fits = "policy_num_nodes", placement.policy_num_nodes, there // per_node
+        else:
+            key, value, fits = "policy_num_gpus_per_node", per_node, max(there // placement.policy_num_nodes, 1)
+        return f"trainer.placement.{key}", value, f"set it to {fits}"
+    share = "share them (trainer.placement.colocate_all=true)"
+    return "trainer.placement.policy_num_gpus_per_node", per_node, f"use fewer, or {share}"
+
+
+def idle_gpus(cfg: SkyRLTrainConfig, nodes: Sequence[int]) -> str | None:
+    """Return how many GPUs the run does not use, with the keys that use them; None if it uses all. ``nodes``: GPUs of
+    each node."""
+    placement, engine, asked = cfg.trainer.placement, cfg.generator.inference_engine, gpus_requested(cfg)
+    total, used = sum(nodes), sum(asked.values())
+    if used >= total:
+        return None
+    keys = {}
+    if more := (total - used) // engine_ranks(cfg) if "engines" in asked else 0:
+        keys["generator.inference_engine.num_engines"] = engine.num_engines + more
+    elif "engines" not in asked:
+        sizes = {"policy_num_nodes": len(nodes), "policy_num_gpus_per_node": min(nodes)}
+        keys |= {f"trainer.placement.{key}": size for key, size in sizes.items() if size != getattr(placement, key)}
+    using = " ".join(f"{key}={value}" for key, value in keys.items())
+    return f"{total - used} of {total} GPUs stay idle" + (f": {using} uses them" if using else "")
+
+
+def missing_gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
+    """Yield a problem if the user asks for kernels of GPUs and the machine shows none. Recipes for GPUs do so."""
+    if hardware.is_cpu and cfg.trainer.flash_attn and cfg.trainer.is_set("flash_attn"):
+        wanted, nodes = sum(gpus_requested(cfg).values()), cfg.trainer.placement.policy_num_nodes
+        where = "the cluster" if hardware.elsewhere else "this machine"
+        fix = (
+            f"needs GPUs: no GPU is visible on {where}; this configuration wants {wanted}: start it where nvidia-smi "
+            f"lists them (a login node has none: submit a job), check it here with "
+            f"--check={nodes}x{max(wanted // nodes, 1)}, or remove this key for a run on the CPU"
+        )
+        yield Problem("trainer.flash_attn", True, fix)
 
 
 def _engine_nodes(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:

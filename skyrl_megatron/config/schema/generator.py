@@ -126,7 +126,7 @@ class InferenceEngineConfig(BaseConfig):
     run_engines_locally: bool = True
     """Start engines in this cluster. False: use the engines at `remote_urls` or `external_server_urls`."""
     num_engines: Count = 1
-    """Number of engines."""
+    """Number of engines; if not set with `colocate_all`, as many as fill the policy's GPUs."""
     backend: str = "vllm"
     """The inference library: `vllm`, or an engine that a plugin registered."""
     weight_sync_backend: str = device.NCCL
