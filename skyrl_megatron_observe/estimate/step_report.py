@@ -19,6 +19,7 @@ from skyrl_megatron_observe.estimate.staleness import groups_in_flight, run_ahea
 from skyrl_megatron_observe.estimate.step_time import (
     GENERATE,
     PHASES,
+    REST,
     SCORE,
     SYNC,
     TRAIN,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
     from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
-SHOWN = {GENERATE: "generate", SCORE: "log-probs", TRAIN: "train", SYNC: "sync"}
+SHOWN = {GENERATE: "generate", SCORE: "log-probs", TRAIN: "train", SYNC: "sync", REST: "rest"}
 """Phase → its name in a line."""
 COMPARED_STEP = 2
 """The step of a process whose measurement is compared: the first one also compiles and allocates."""
