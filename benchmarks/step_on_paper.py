@@ -96,7 +96,8 @@ def _shape(model: str) -> dict[str, Any]:
     from tests.support import released_models
 
     told: dict[str, Any] = _file()["models"] | released_models.RELEASED_LATER
-    return told.get(model) or getattr(released_models, model)
+    shape: dict[str, Any] = told.get(model) or getattr(released_models, model)
+    return shape
 
 
 @functools.cache
@@ -138,14 +139,16 @@ def main() -> None:
         show(runs[args.only - 1])
         return
     for fit, title in ((True, "in the fit"), (False, "kept from the fit")):
-        print(f"\n{title}\n{'':4}{'run':<22}{'GPUs':<11}{'source':<11}{'published':>9}{'low':>8}{'likely':>8}{'high':>8}")
+        print(
+            f"\n{title}\n{'':4}{'run':<22}{'GPUs':<11}{'source':<11}{'published':>9}{'low':>8}{'likely':>8}{'high':>8}"
+        )
         chosen = [(number, run) for number, run in enumerate(runs, 1) if run.fit is fit]
         found = [(run, step_seconds(run, ours=args.ours)) for _, run in chosen]
         for (number, _), (run, step) in zip(chosen, found, strict=True):
             inside = "" if step.low <= run.seconds <= step.high else "  outside"
             print(
-                f"{number:>3} {run.name:<22}{run.gpus:>4} {run.gpu:<6}{run.source:<11}{run.seconds:>9g}{step.low:>8.3g}"
-                f"{step.likely:>8.3g}{step.high:>8.3g}  {step.likely / run.seconds:.2f}x{inside}"
+                f"{number:>3} {run.name:<22}{run.gpus:>4} {run.gpu:<6}{run.source:<11}{run.seconds:>9g}"
+                f"{step.low:>8,.3g}{step.likely:>8,.3g}{step.high:>8,.3g}  {step.likely / run.seconds:.2f}x{inside}"
             )
         print(summary(found))
     show_measured()
@@ -161,8 +164,8 @@ def summary(found: list[tuple[Run, Seconds]]) -> str:
     off = float(np.median([abs(step.likely / run.seconds - 1) for run, step in found]))
     width = float(np.median([step.high / step.low for _, step in found]))
     return (
-        f"    likely within {CLOSE:.0%}: {close} of {len(found)}, off by {off:.0%} in the median; published inside the "
-        f"bounds: {inside} of {len(found)}; high over low {width:.2f} in the median"
+        f"    likely within {CLOSE:.0%}: {close} of {len(found)}, off by {off:.0%} in the median; published inside "
+        f"the bounds: {inside} of {len(found)}; high over low {width:.2f} in the median"
     )
 
 

@@ -50,15 +50,15 @@ def read_config(hf_config: Mapping[str, Any], model_type: str) -> PreTrainedConf
 def _undocumented() -> Iterator[None]:
     """Let transformers load a config class without the generated text of its ``__doc__``, for which it would load all
     of its code for models: a third of a check's time."""
-    module = sys.modules.get("transformers.utils.auto_docstring")
+    module: Any = sys.modules.get("transformers.utils.auto_docstring")
     usual = getattr(module, "auto_class_docstring", None)
     if usual is not None:
-        module.auto_class_docstring = lambda cls, **_: cls  # type: ignore[attr-defined]
+        module.auto_class_docstring = lambda cls, **_: cls
     try:
         yield
     finally:
         if usual is not None:
-            module.auto_class_docstring = usual  # type: ignore[attr-defined]
+            module.auto_class_docstring = usual
 
 
 @contextmanager
