@@ -118,8 +118,8 @@ class _DecodeCost:
         )
 
     def _steps(self, batch: np.ndarray, held: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return low, likely and high seconds of a step of ``batch`` [moments] sequences with ``held`` [moments] tokens
-        of cache, and the bytes of weights that it reads, [moments]."""
+        """Return low, likely and high seconds of a step of ``batch`` [moments] sequences with ``held`` [moments]
+        tokens of cache, and the bytes of weights that it reads, [moments]."""
         engine, machine, table = self.cfg.generator.inference_engine, self.machine, self.table
         tp, pp = engine.tensor_parallel_size, engine.pipeline_parallel_size
         layers, width = table.layers / pp, element_bytes(engine.model_dtype, table.plan.hf_config)

@@ -61,8 +61,8 @@ def log_normal(mean: float, limit: int, rows: int, spread: float = SPREAD) -> np
 
 
 def step_lengths(cfg: SkyRLTrainConfig, recorded: list[dict[str, Any]] | None = None) -> StepLengths:
-    """Return the lengths of a step. ``recorded``: metrics of the run's earlier steps. Rows of supervised training count
-    as responses. Raises ConfigError if ``trainer.expected_lengths`` is neither a number nor a file."""
+    """Return the lengths of a step. ``recorded``: metrics of the run's earlier steps. Rows of supervised training
+    count as responses. Raises ConfigError if ``trainer.expected_lengths`` is neither a number nor a file."""
     rows, taught = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt, supervised(cfg)
     limit = cfg.generator.sampling_params.max_generate_length if taught is None else taught.max_length
     prompt = max(cfg.trainer.max_prompt_length // 2, 1) if taught is None else 0
