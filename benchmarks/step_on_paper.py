@@ -148,13 +148,17 @@ def main() -> None:
             inside = "" if step.low <= run.seconds <= step.high else "  outside"
             print(
                 f"{number:>3} {run.name:<22}{run.gpus:>4} {run.gpu:<6}{run.source:<11}{run.seconds:>9g}"
-                f"{step.low:>8,.3g}{step.likely:>8,.3g}{step.high:>8,.3g}  {step.likely / run.seconds:.2f}x{inside}"
+                f"{_short(step.low)}{_short(step.likely)}{_short(step.high)}  {step.likely / run.seconds:.2f}x{inside}"
             )
         print(summary(found))
     show_measured()
     print("\nproved or refuted on one GPU by the rung of launch/gpu_hour.sh:")
     for term, rungs in RUNGS.items():
         print(f"  {term:<14}{', '.join(rungs) or 'none: needs several GPUs'}")
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:>8,.0f}" if seconds >= 100 else f"{seconds:>8.3g}"
 
 
 def summary(found: list[tuple[Run, Seconds]]) -> str:

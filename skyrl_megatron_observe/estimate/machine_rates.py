@@ -1,7 +1,7 @@
 """What a machine reaches of its published peaks, with the uncertainty of each share.
 
-A share is (low, likely, high). Those of one GPU come from this project's measurements on an H200
-(``benchmarks/RESULTS.md``, "One GPU") and from figures that others publish; those of several GPUs from others alone.
+A share is (low, likely, high). They are fitted to this project's measurements on an H200 (``benchmarks/RESULTS.md``,
+"One GPU") and to the published steps of ``benchmarks/published_steps.yaml``; those of several GPUs to those alone.
 A CPU has no published peak: :meth:`Machine.of_cpu` measures one core for a few milliseconds.
 """
 

@@ -164,9 +164,9 @@ def _disk(
     response, longest = lengths.responses.mean(), cfg.generator.sampling_params.max_generate_length
     prompt = float(lengths.prompts.mean())
     if trainer.fully_async.enabled:
-        rows, kept = len(lengths.responses), "all" if trainer.fully_async.keep_rollouts else "the last"
-        likely, most = (JOURNAL_TOKEN * rows * (prompt + tokens) for tokens in (response, longest))
-        parts.append(f"sampled groups {gigabytes(likely)} a step, at most {gigabytes(most)} ({kept} are kept)")
+        kept_groups = "all" if trainer.fully_async.keep_rollouts else "the last"
+        likely, most = (JOURNAL_TOKEN * len(lengths.responses) * (prompt + tokens) for tokens in (response, longest))
+        parts.append(f"sampled groups {gigabytes(likely)} a step, at most {gigabytes(most)} ({kept_groups} are kept)")
     if supervised(cfg) is None and trainer.samples_per_step:
         rows = min(trainer.samples_per_run, (steps or trainer.samples_per_run) * trainer.samples_per_step)
         likely, most = (rows * SAMPLE_TOKEN * (prompt + tokens) for tokens in (response, longest))

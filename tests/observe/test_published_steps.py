@@ -65,7 +65,7 @@ def test_bounds_of_twelve_shapes(estimated, name, source, gpus, low, high):
 
 @pytest.mark.parametrize(("name", "tolerance"), [("30B, all-to-all", 1.8), ("30B", 2.6)])
 def test_terms_are_those_of_published_splits(estimated, name, tolerance):
-    """Generation, log-probs, training, sync and the rest of 30B on 32 B200, with either exchange of experts' tokens."""
+    """Generation, log-probs, training, sync and the rest of 30B on 32 B200, with either exchange of tokens."""
     from benchmarks.step_on_paper import estimate
     from skyrl_megatron_observe.estimate.step_report import SHOWN
 
