@@ -8,8 +8,10 @@ and the configuration; no model is built.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
+import json
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -98,6 +100,12 @@ class Budget:
         return sorted((p for p in self.fullest() if self.excess(p) > 0), key=self.excess, reverse=True)
 
 
+@functools.lru_cache(maxsize=4)
+def _plan(config: str, draft: bool) -> Plan:
+    """Return the plan of a ``config.json``, which checks and reports of one run read several times."""
+    return Plan.of(json.loads(config), draft=draft)
+
+
 def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
     """Return role → parameters of its model. A hub model whose ``config.json`` is not in the cache is left out. Raises
     ConfigError for an unsupported model."""
@@ -115,7 +123,7 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         name = repr((path, section.model.revision, changes, draft))
         try:
             if name not in read:
-                read[name] = ParameterTable(Plan.of(hf, draft=draft))
+                read[name] = ParameterTable(_plan(json.dumps(hf), draft))
         except BridgeError as error:
             raise ConfigError([Problem(key, path, str(error))]) from None
         tables[role] = read[name]
