@@ -18,14 +18,11 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
 from torch import Tensor
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, rename_source_key
 
-from bridges.convert import Report
 from bridges.disk_form import TensorInfo, of_text_model
 from bridges.errors import BridgeError
 from bridges.files import check_folder, read_json, with_changes
@@ -35,6 +32,9 @@ from bridges.rows import InterleavedGateUp, Shape, Transposed
 from bridges.rules import Entry
 from bridges.source import copy_assets, open_hf, output_config
 from bridges.staging import Progress, in_threads, shares, staged
+
+if TYPE_CHECKING:
+    from bridges.convert import Report
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -324,6 +324,9 @@ class _Patterns:
 
 def _names_on_disk(plan: Plan) -> dict[str, str]:
     """Return module in transformers' model → module on disk, where the two differ."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # loads much, for adapters alone
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
     renamings = [
         renaming
         for renaming in get_checkpoint_conversion_mapping(plan.family.model_type) or ()
@@ -509,4 +512,6 @@ def merge_adapter(
         finally:
             writer.close()
     progress.finish()
+    from bridges.convert import Report
+
     return Report(str(out), plan.family.model_type, len(tensors), progress.done, progress.seconds)

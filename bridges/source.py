@@ -21,7 +21,6 @@ from bridges.quantized import DequantizedFolder
 from bridges.rows import Shape
 from bridges.rules import CheckpointLocation, Entry, checkpoint_locations
 from bridges.staging import write_file
-from bridges.torch_dist import DistCheckpoint
 
 # small files of a HF folder that are copied with a model, including its licence
 ASSETS = (
@@ -198,6 +197,8 @@ class MegatronSource:
 
     def __init__(self, path: Path, template: Path | None = None) -> None:
         self.path = path
+        from bridges.torch_dist import DistCheckpoint  # loads torch.distributed, and a check reads no checkpoint
+
         self.checkpoint = DistCheckpoint(path)
         self.hf_files = _hf_files(path, template)
         self.config = read_hf_config(self.hf_files)

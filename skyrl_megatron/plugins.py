@@ -195,6 +195,8 @@ CHECKS: Additions[Callable[..., Any]] = Additions()
 """Checks before a run starts (:mod:`skyrl_megatron.checks`)."""
 REPORTERS: Additions[Callable[..., Any]] = Additions()
 """Functions of (configuration, hardware) that yield lines for the report of ``--check``."""
+DETAILS: Additions[Callable[..., Any]] = Additions()
+"""The same of what ``--show-config`` adds to the report."""
 RECORDERS: Additions[Callable[..., Any]] = Additions()
 """Classes that observe a run and write records of it (:mod:`skyrl_megatron.trainer.recorders`)."""
 PARTS: Additions[type[Any]] = Additions()

@@ -1,6 +1,6 @@
 """Seeing a run: checks and estimates before it, recorders during it, reports and comparisons after it."""
 
-from skyrl_megatron.plugins import CHECKS, RECORDERS, REPORTERS, SINKS, TRACKERS, register_run_file
+from skyrl_megatron.plugins import CHECKS, DETAILS, RECORDERS, REPORTERS, SINKS, TRACKERS, register_run_file
 
 # The order is that of the list of problems: what the user wrote, then models and data, then the machine.
 for _check in (
@@ -24,6 +24,7 @@ for _check in (
 ):
     CHECKS.register_path(f"skyrl_megatron_observe.preflight.{_check}")
 REPORTERS.register_path("skyrl_megatron_observe.preflight.check_report:report")
+DETAILS.register_path("skyrl_megatron_observe.preflight.check_report:details")
 
 # The curves are drawn before the last report, which is written when everything else is.
 for _recorder in (

@@ -119,6 +119,8 @@ class GpuType:
     """FLOP/s of fp32 without tensor cores."""
     mib: int | None = None
     """Memory in MiB, as nvidia-smi reports it; None: ``--gpu`` does not accept the name."""
+    linked: int = 1
+    """GPUs that NVLink connects, if those are more than a node's."""
 
 
 GPU_TYPES = {
@@ -131,8 +133,8 @@ GPU_TYPES = {
     "H200 NVL": GpuType(835.5e12, 4.8e12, 450e9, 50e9, 64e9, 1671e12, 60e12),
     "B200": GpuType(2250e12, 7.7e12, 900e9, 50e9, 64e9, 4500e12, 75e12, 183359),
     "B300": GpuType(2250e12, 8.0e12, 900e9, 100e9, 128e9, 4500e12, 75e12, 275040),
-    "GB200": GpuType(2450e12, 8.0e12, 900e9, 50e9, 225e9, 4900e12, 80e12),
-    "GB300": GpuType(2450e12, 8.0e12, 900e9, 100e9, 225e9, 4900e12, 80e12),
+    "GB200": GpuType(2450e12, 8.0e12, 900e9, 50e9, 225e9, 4900e12, 80e12, 189471, linked=72),
+    "GB300": GpuType(2450e12, 8.0e12, 900e9, 100e9, 225e9, 4900e12, 80e12, linked=72),
     "L40S": GpuType(362e12, 0.864e12, 32e9, 25e9, 32e9, 733e12, 91.6e12),
 }
 """Peaks from the vendors' data sheets, for SXM parts unless the name says otherwise. PCIe and NVL parts have lower

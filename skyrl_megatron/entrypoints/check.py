@@ -8,14 +8,14 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_megatron.checks import MEMORY_KEYS, NotChecked, check_config, run_hardware
+from skyrl_megatron.checks import NotChecked, check_config, run_hardware, spares_report
 from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware, read_size
 from skyrl_megatron.config.parse import CHECK_OPTIONS, CHECK_SWITCHES
 from skyrl_megatron.config.rules.placement_rules import gpus_requested, idle_gpus
 from skyrl_megatron.errors import ConfigError, Problem
-from skyrl_megatron.plugins import REPORTERS
+from skyrl_megatron.plugins import DETAILS, REPORTERS
 
 _SIZES = {"--gpu": "gpu_bytes", "--host-memory": "host_bytes"}
 
@@ -39,15 +39,15 @@ def run(
         options, settings = _options(argv)
         machine = _with_memory(hardware or _hardware(options), options)
         cfg, findings = check_config(cls, settings, machine, training=training, scripted=scripted, check_only=True)
-        if any(problem.key not in MEMORY_KEYS for problem in findings.problems):
+        if any(not spares_report(problem) for problem in findings.problems):
             raise ConfigError(findings.problems)
-        lines = [line for reporter in REPORTERS.all() for line in reporter(cfg, machine)]
         if findings.problems:
             print(ConfigError(findings.problems), file=sys.stderr, flush=True)
         else:
-            print("\n".join(_verdict(cfg, machine, findings.not_checked, training=training)))
-        print("\n".join(lines))
+            print("\n".join(_verdict(cfg, machine, findings.not_checked, training=training)), flush=True)
+        print("\n".join(line for reporter in REPORTERS.all() for line in reporter(cfg, machine)))
         if "--show-config" in options:
+            print("\n".join(line for reporter in DETAILS.all() for line in reporter(cfg, machine)))
             print("\n".join(_resolved(cfg)))
         return ConfigError.exit_code if findings.problems else 0
 

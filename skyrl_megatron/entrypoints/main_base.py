@@ -36,11 +36,11 @@ usage: skyrl-megatron train [--recipe NAME] [--config FILE.yaml] [--check] [key=
                   key={a: 1} replaces a whole dict option; key.a=1 sets one entry of it
   --recipe NAME   a recipe of the package, or a YAML file; without NAME: list them; model=PATH replaces its model
   --config FILE   read keys from a YAML file; may be repeated; later assignments win
-  --check         report whether the configuration can run, all its problems, layout, memory and batch sizes; starts
+  --check         report whether the configuration can run, all its problems, hours, disk, memory and layout; starts
                   neither Ray nor CUDA; exit code 0 if it can run, 2 if not
   --check=2x8     the same for 2 nodes of 8 GPUs instead of this machine
-  --show-config   with --check: also print the resolved configuration
-  --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, or a size such as 80GB)
+  --show-config   with --check: also print the memory of all phases and the resolved configuration
+  --gpu h100      with --check: GPUs of this size (a100, h20, h100, h200, b200, b300, gb200, or a size such as 80GB)
   --host-memory 2TB
                   with --check: memory of a node
   --strict-rows   data.strict_rows=true: refuse prompts whose messages have a key that nothing reads

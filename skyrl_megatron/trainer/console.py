@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ SHOWN = (
     ("timing/step", "{:.2f} s"),
 )
 """Metrics in the line of a step, in order. Missing metrics are omitted."""
+RECENT = 20
+"""Steps whose time tells how long the others will take."""
 
 
 class ConsoleSink:
@@ -36,8 +39,10 @@ class ConsoleSink:
         self._path = path
         self._progress: Any = None
         self._task: Any = None
-        self._total = self._first = 0
-        self._began: float | None = None
+        self._total = 0
+        self._ends: deque[tuple[int, float]] = deque(maxlen=RECENT + 1)
+        """The last steps, and when they ended."""
+        self._has_first = False
 
     def start(self, total_steps: int, first_step: int) -> None:
         """Show a progress bar for steps ``first_step`` + 1 … ``total_steps``, if stdout is a terminal."""
@@ -56,8 +61,13 @@ class ConsoleSink:
             line = "warm-up step {warmup/step:.0f} · loss {warmup/loss:.3f} · score {warmup/score:.3f}"
             self.say(line.format(**metrics))
         if "timing/step" in metrics:
-            if self._began is None:  # the time before the first step says nothing about the next steps
-                self._first, self._began = step - 1, time.monotonic() - metrics["timing/step"]
+            if not self._ends:  # the time before the first step says nothing about the next steps
+                self._ends.append((step - 1, time.monotonic() - metrics["timing/step"]))
+                self._has_first = True
+            elif self._has_first:  # nor does the first step, which compiles and allocates
+                self._ends.popleft()
+                self._has_first = False
+            self._ends.append((step, time.monotonic()))
             parts = [text.format(metrics[name]) for name, text in SHOWN if name in metrics]
             if self._progress is not None:
                 self._progress.update(self._task, completed=step, description=" · ".join(parts))
@@ -84,8 +94,9 @@ class ConsoleSink:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def _seconds_left(self, step: int) -> float:
-        assert self._began is not None
-        return (time.monotonic() - self._began) / (step - self._first) * (self._total - step)
+        """Return the seconds of the steps that are left, as the last ones took with all that passed between them."""
+        (first, began), (last, ended) = self._ends[0], self._ends[-1]
+        return (ended - began) / max(last - first, 1) * (self._total - step)
 
     def finish(self) -> None:
         """Remove the progress bar."""

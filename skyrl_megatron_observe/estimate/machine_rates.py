@@ -1,7 +1,7 @@
 """What a machine reaches of its published peaks, with the uncertainty of each share.
 
-A share is (low, likely, high). Those of one GPU come from this project's measurements on an H200
-(``benchmarks/RESULTS.md``, "One GPU") and from figures that others publish; those of several GPUs from others alone.
+A share is (low, likely, high). They are fitted to this project's measurements on an H200 (``benchmarks/RESULTS.md``,
+"One GPU") and to the published steps of ``benchmarks/published_steps.yaml``; those of several GPUs to those alone.
 A CPU has no published peak: :meth:`Machine.of_cpu` measures one core for a few milliseconds.
 """
 
@@ -32,6 +32,10 @@ class Seconds:
         """Return the longer of two durations that overlap."""
         return Seconds(max(self.low, other.low), max(self.likely, other.likely), max(self.high, other.high))
 
+    def minus(self, other: Seconds) -> Seconds:
+        """Subtract a part of this, bound by bound."""
+        return Seconds(self.low - other.low, self.likely - other.likely, self.high - other.high)
+
     def excess(self, other: Seconds) -> Seconds:
         """Return what this lasts longer than ``other``, which overlaps it; at least 0."""
         most = self.or_longer(other)
@@ -45,13 +49,15 @@ class Seconds:
 NONE = Seconds()
 Share = tuple[float, float, float]
 
-TRAINING: Share = (0.20, 0.33, 0.45)
-"""Of the FLOP/s, forward and backward of a trainer. Measured with experts: 25 and 36 %; published: 33 %."""
+TRAINING: Share = (0.36, 0.50, 0.62)
+"""Of the FLOP/s, products of a trainer. Published splits of dense models: 42 % with what passes between them."""
+ELEMENTWISE: Share = (0.40, 0.60, 0.80)
+"""Of the memory's bandwidth, what passes between products: norms, activations, permutation of tokens, residuals."""
 PREFILL: Share = (0.25, 0.40, 0.55)
 """Of the FLOP/s, prompts in an engine."""
 DECODE: Share = (0.20, 0.40, 0.60)
 """Of the FLOP/s, products of a decode step."""
-MEMORY: Share = (0.35, 0.55, 0.75)
+MEMORY: Share = (0.60, 0.80, 0.90)
 """Of the memory's bandwidth, weights and KV cache of a decode step."""
 OPTIMIZER: Share = (0.20, 0.30, 0.60)
 """Of the memory's bandwidth, Adam with gradient norm. Measured: 27 and 35 %."""
@@ -80,18 +86,25 @@ class Machine:
     network: float
     host: float
     per_node: int
-    """Ranks of a node, which NVLink connects."""
+    """Ranks that NVLink connects: of a node, or of a rack."""
     host_adam: Seconds = Seconds(1 / 3.0e9, 1 / 1.35e9, 1 / 0.6e9)
     """Seconds per parameter that a rank updates on the host. Measured with one thread: 1.35 G/s."""
-    launch: Seconds = Seconds(0.15e-3, 0.3e-3, 0.8e-3)
-    """Kernel launches of a layer's forward pass, about sixty of 5 µs."""
-    graph_step: Seconds = Seconds(1e-3, 2e-3, 5e-3)
-    """Scheduling and sampling of a decode step with CUDA graphs."""
-    token_overhead: Seconds = Seconds(1e-6, 3e-6, 1e-5)
+    launch: Seconds = Seconds(0.5e-3, 1.0e-3, 1.7e-3)
+    """Kernel launches of a layer's forward pass from Python, about a hundred of 10 µs."""
+    exchange_launch: Seconds = Seconds(4e-3, 7e-3, 10e-3)
+    """The same of a layer whose ranks exchange experts' tokens: sizes go to the host before the exchange. Published:
+    6.5 to 7 ms in two splits, with micro-batches of 4,096 tokens."""
+    fused_exchange_launch: Seconds = Seconds(1.2e-3, 2.2e-3, 7e-3)
+    """The same with ``moe_token_dispatcher_type=flex``. Published: below 2 ms in tuned training, 6.5 ms in a step."""
+    layer_step: Seconds = Seconds(50e-6, 80e-6, 130e-6)
+    """Kernels of a layer in a decode step that take no shorter, however small the batch."""
+    step_overhead: Seconds = Seconds(0.7e-3, 1.5e-3, 3e-3)
+    """Scheduling and sampling of a decode step."""
+    token_overhead: Seconds = Seconds(3e-6, 8e-6, 2e-5)
     """Work of the engine's process on a sampled token."""
     request_overhead: Seconds = Seconds(0.1e-3, 0.3e-3, 1.0e-3)
     """Work of the engine's process on a request. Measured on a CPU: 1.1 ms."""
-    switch: Seconds = Seconds(0.3, 1.0, 3.0)
+    switch: Seconds = Seconds(1.0, 3.0, 6.0)
     """Engines sleep and wake, ranks return cached memory: a step with ``colocate_all``."""
 
     sync_copies: Share = (30e9, 83e9, 200e9)
@@ -101,7 +114,7 @@ class Machine:
     def of_gpu(cls, kind: str, per_node: int) -> Machine:
         """Return the machine of a key of ``GPU_TYPES``."""
         gpu = GPU_TYPES[kind]
-        return cls(kind, gpu.flops, gpu.fp32, gpu.memory, gpu.nvlink, gpu.network, gpu.host, per_node)
+        return cls(kind, gpu.flops, gpu.fp32, gpu.memory, gpu.nvlink, gpu.network, gpu.host, max(per_node, gpu.linked))
 
     @classmethod
     def of_cpu(cls) -> Machine:
@@ -124,7 +137,10 @@ class Machine:
             per_node=1 << 30,
             host_adam=Seconds(1 / 1.5e9, 1 / 1.0e9, 1 / 0.3e9),
             launch=slow,
-            graph_step=Seconds(2e-3, 6e-3, 2e-2),
+            exchange_launch=slow,
+            fused_exchange_launch=slow,
+            layer_step=Seconds(20e-6, 0.2e-3, 0.5e-3),
+            step_overhead=Seconds(2e-3, 6e-3, 2e-2),
             token_overhead=Seconds(2e-5, 1e-4, 5e-4),
             request_overhead=Seconds(0.5e-3, 1.1e-3, 3e-3),
             switch=Seconds(0.0, 0.1, 1.0),
@@ -135,6 +151,10 @@ class Machine:
     def train(self, flops: float, width: int) -> Seconds:
         """Return the seconds of a pass of a trainer. ``width``: bytes per element."""
         return _seconds(flops, self._peak(width), TRAINING)
+
+    def elementwise(self, nbytes: float) -> Seconds:
+        """Return the seconds of what a trainer's pass reads and writes between its products."""
+        return _seconds(nbytes, self.memory, ELEMENTWISE)
 
     def prefill(self, flops: float, width: int) -> Seconds:
         """Return the seconds of prompts in an engine."""
@@ -159,10 +179,6 @@ class Machine:
         """Return the seconds of a copy between device and host memory."""
         return _seconds(nbytes, self.host, HOST_LINK)
 
-    def step_overhead(self, layers: float, *, graphs: bool) -> Seconds:
-        """Return the seconds of a decode step that do not depend on its size."""
-        return self.graph_step if graphs else self.graph_step + self.launch.times(layers)
-
     # ------------------------------------------------------------------ links
     def across(self, extent: int, nbytes: float) -> Seconds:
         """Return the seconds in which a rank sends ``nbytes`` around a group of ``extent`` consecutive ranks: the
@@ -182,11 +198,22 @@ class Machine:
         near = _seconds(nbytes * (inside - 1) / size, self.nvlink, NVLINK)
         return near.or_longer(_seconds(nbytes * (size - inside) / size, self.network, NETWORK))
 
+    def sent_once(self, extent: int, size: int, nbytes: float, chosen: int) -> Seconds:
+        """Return the seconds in which a rank sends its tokens, ``nbytes`` in all, to the ranks of ``chosen`` experts
+        each: once to a rank, and over the network once to a node. See :meth:`exchanged`."""
+
+        def met(places: int) -> float:  # other places that a token reaches
+            return (places - 1) * (1 - (1 - 1 / places) ** chosen)
+
+        nodes = max(extent // self.per_node, 1)
+        near = _seconds(nbytes * met(max(size // nodes, 1)), self.nvlink, NVLINK)
+        return near.or_longer(_seconds(nbytes * met(nodes), self.network, NETWORK))
+
     def latency(self, size: int) -> Seconds:
         """Return the seconds of a small collective of consecutive ranks."""
         if size <= 1:
             return NONE
-        return Seconds(5e-6, 1e-5, 2e-5) if size <= self.per_node else Seconds(2e-5, 4e-5, 1e-4)
+        return Seconds(7e-6, 1.5e-5, 3e-5) if size <= self.per_node else Seconds(4e-5, 8e-5, 1.5e-4)
 
 
 def _fastest(call: object) -> float:

@@ -8,8 +8,10 @@ and the configuration; no model is built.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
+import json
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -83,9 +85,25 @@ class Budget:
                 found[key] = phase
         return [*found.values(), self.node]
 
+    def tightest(self) -> PhaseMemory:
+        """Return the phase that comes closest to its limit; the largest one of a GPU if no limit is known."""
+
+        def share(phase: PhaseMemory) -> float:
+            return phase.total / (self.limit(phase) or float("inf"))
+
+        phases = self.fullest()
+        limited = [phase for phase in phases if self.limit(phase) is not None]
+        return max(limited, key=share) if limited else max(phases[:-1], key=lambda phase: phase.total)
+
     def too_large(self) -> list[PhaseMemory]:
         """Return the phases that do not fit, the worst of each kind first."""
         return sorted((p for p in self.fullest() if self.excess(p) > 0), key=self.excess, reverse=True)
+
+
+@functools.lru_cache(maxsize=4)
+def _plan(config: str, draft: bool) -> Plan:
+    """Return the plan of a ``config.json``, which checks and reports of one run read several times."""
+    return Plan.of(json.loads(config), draft=draft)
 
 
 def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
@@ -105,7 +123,7 @@ def parameter_tables(cfg: SkyRLTrainConfig) -> dict[str, ParameterTable]:
         name = repr((path, section.model.revision, changes, draft))
         try:
             if name not in read:
-                read[name] = ParameterTable(Plan.of(hf, draft=draft))
+                read[name] = ParameterTable(_plan(json.dumps(hf), draft))
         except BridgeError as error:
             raise ConfigError([Problem(key, path, str(error))]) from None
         tables[role] = read[name]
@@ -305,17 +323,26 @@ def gigabytes(count: float) -> str:
 
 
 def report_lines(budget: Budget) -> Iterator[str]:
-    """Yield the memory of the fullest GPU of each phase and of the fullest node, item by item, with the free
-    memory."""
-    for phase in budget.fullest():
-        limit = budget.limit(phase)
-        left = 0 if limit is None else limit - phase.total
-        balance = f"{gigabytes(left)} free" if left >= 0 else f"{gigabytes(-left)} too much"
-        of = "" if limit is None else f" of {gigabytes(limit)}, {balance}"
-        yield f"{phase.name}, {phase.where}: {gigabytes(phase.total)}{of}"
-        for part in sorted(phase.parts, key=lambda part: -part.nbytes):
-            yield f"  {gigabytes(part.nbytes):>11}  {part.what}"
+    """Yield the memory of the tightest phase item by item, and the free memory of the fullest training phase."""
+    yield from _phase_lines(budget, budget.tightest())
     yield from _headroom(budget)
+
+
+def other_lines(budget: Budget) -> Iterator[str]:
+    """Yield the memory of the other phases: of the fullest GPU of each, and of the fullest node."""
+    for phase in budget.fullest():
+        if phase is not budget.tightest():
+            yield from _phase_lines(budget, phase)
+
+
+def _phase_lines(budget: Budget, phase: PhaseMemory) -> Iterator[str]:
+    limit = budget.limit(phase)
+    left = 0 if limit is None else limit - phase.total
+    balance = f"{gigabytes(left)} free" if left >= 0 else f"{gigabytes(-left)} too much"
+    of = "" if limit is None else f" of {gigabytes(limit)}, {balance}"
+    yield f"{phase.name}, {phase.where}: {gigabytes(phase.total)}{of}"
+    for part in sorted(phase.parts, key=lambda part: -part.nbytes):
+        yield f"  {gigabytes(part.nbytes):>11}  {part.what}"
 
 
 def _headroom(budget: Budget) -> Iterator[str]:

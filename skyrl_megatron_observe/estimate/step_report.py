@@ -1,24 +1,30 @@
-"""The estimate of a step: its lines in ``--check``, and next to the measurement in a run."""
+"""The estimate of a run and of its step: their lines in ``--check``, and next to the measurement in a run."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from skyrl_megatron.config.derive import supervised
-from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
+from skyrl_megatron.config.hardware import GPU_TYPES
 from skyrl_megatron.config.resolve import generates_ahead, longest_sequence
 from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
+from skyrl_megatron_observe.estimate.lengths import StepLengths, step_lengths
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
 from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
+from skyrl_megatron_observe.estimate.run_totals import Measured, totals
 from skyrl_megatron_observe.estimate.staleness import groups_in_flight, run_ahead, stream_limits
 from skyrl_megatron_observe.estimate.step_time import (
     GENERATE,
     PHASES,
+    REST,
     SCORE,
     SYNC,
     TRAIN,
@@ -30,33 +36,67 @@ from skyrl_megatron_observe.estimate.step_time import (
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 
-SHOWN = {GENERATE: "generate", SCORE: "log-probs", TRAIN: "train", SYNC: "sync"}
+SHOWN = {GENERATE: "generate", SCORE: "log-probs", TRAIN: "train", SYNC: "sync", REST: "rest"}
 """Phase → its name in a line."""
 COMPARED_STEP = 2
 """The step of a process whose measurement is compared: the first one also compiles and allocates."""
 
 
-def report_lines(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], hardware: Hardware) -> Iterator[str]:
-    """Yield the terms of a step with the longest sequences, each with its bounds, and the step with half as long
-    responses."""
-    yield "# one step on paper, without environments, evaluation and checkpoints"
-    on_cpu = hardware.is_cpu
-    if not on_cpu and hardware.gpu is None:
-        yield f"the type of the GPUs is unknown: add --gpu {next(iter(GPU_TYPES)).lower()}, or another of them"
-        return
-    machine = Machine.of_gpu(hardware.gpu, hardware.gpus_per_node) if hardware.gpu else Machine.of_cpu()
-    models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=on_cpu) for role in active_roles(cfg)}
-    of = "sequence" if supervised(cfg) else "response"
-    longest = longest_sequence(cfg) if supervised(cfg) else cfg.generator.sampling_params.max_generate_length
-    estimate = estimate_step(cfg, models, machine, *longest_work(cfg), hardware.gpu_bytes)
-    yield f"if every {of} has {longest} tokens, on {machine.name}: seconds, and from the best to the worst case"
-    yield from term_lines(estimate)
-    if generates_ahead(cfg) and cfg.generator.inference_engine.run_engines_locally:
-        yield _staleness(cfg, models["policy"], estimate, hardware.gpu_bytes)
-    half = estimate_step(cfg, models, machine, *longest_work(cfg, 0.5), hardware.gpu_bytes)
-    yield f"with half as long {of}s: {_bounds(half.step)}, {_speed(half)}"
+@dataclass(frozen=True)
+class RunEstimate:
+    """What is known of a run before it starts."""
+
+    cfg: SkyRLTrainConfig
+    hardware: Hardware
+    models: Mapping[str, RoleModel]
+    lengths: StepLengths
+    measured: Measured
+    step: StepEstimate | None
+    """A step with those lengths; None if the type of the GPUs is unknown."""
+
+    @classmethod
+    def of(cls, cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], hardware: Hardware) -> RunEstimate:
+        """Estimate a run. ``tables``: role → its parameters, of all roles."""
+        measured = Measured.of(cfg)
+        lengths = step_lengths(cfg, measured.steps)
+        models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=hardware.is_cpu) for role in active_roles(cfg)}
+        found = cls(cfg, hardware, models, lengths, measured, None)
+        if hardware.gpu is None and not hardware.is_cpu:
+            return found
+        return dataclasses.replace(found, step=found.estimate(lengths.prompts, lengths.responses))
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """The machine of the run."""
+        gpu = self.hardware.gpu
+        return Machine.of_gpu(gpu, self.hardware.gpus_per_node) if gpu else Machine.of_cpu()
+
+    def estimate(self, prompts: np.ndarray, responses: np.ndarray) -> StepEstimate:
+        """Return the terms of a step on sequences of ``prompts`` + ``responses`` tokens, [B] each."""
+        return estimate_step(self.cfg, self.models, self.machine, prompts, responses, self.hardware.gpu_bytes)
+
+    def totals(self) -> Iterator[str]:
+        """Yield the lines of the whole run."""
+        yield from totals(self.cfg, self.models, self.step, self.lengths, self.measured)
+
+    def terms(self) -> Iterator[str]:
+        """Yield the terms of a step, each with its bounds, and the step with the longest responses."""
+        cfg, step = self.cfg, self.step
+        yield "# one step on paper, without environments, evaluation and checkpoints"
+        if step is None:
+            yield f"the type of the GPUs is unknown: add --gpu {next(iter(GPU_TYPES)).lower()}, or another of them"
+            return
+        yield f"{self.lengths.source}, on {self.machine.name}: seconds, and from the best to the worst case"
+        yield from term_lines(step)
+        if generates_ahead(cfg) and cfg.generator.inference_engine.run_engines_locally:
+            yield _staleness(cfg, self.models["policy"], step, self.hardware.gpu_bytes)
+        longest = longest_sequence(cfg) if supervised(cfg) else cfg.generator.sampling_params.max_generate_length
+        worst = self.estimate(*longest_work(cfg))
+        of = "sequence" if supervised(cfg) else "response"
+        yield f"if every {of} has {longest} tokens: {_bounds(worst.step)}, {_speed(worst)}"
 
 
 def _staleness(cfg: SkyRLTrainConfig, policy: RoleModel, estimate: StepEstimate, gpu_bytes: int | None) -> str:
@@ -77,7 +117,11 @@ def _staleness(cfg: SkyRLTrainConfig, policy: RoleModel, estimate: StepEstimate,
 def term_lines(estimate: StepEstimate) -> Iterator[str]:
     """Yield a line for each term, and one for the step."""
     for term in estimate.terms:
-        note = f"   {term.note}" if term.note else ""
+        notes = [term.note] if term.note else []
+        if term.elsewhere is not None and term.seconds.likely:
+            ratio = term.seconds.likely / term.elsewhere.likely
+            notes.append(f"{ratio:.2f}x of what published frameworks take")
+        note = f"   {', '.join(notes)}" if notes else ""
         yield f"  {term.name:<14}{_bounds(term.seconds)}{note}"
     if estimate.hidden.likely:
         yield f"  {'overlapped':<14}−{_number(estimate.hidden.likely)} s: rollouts run ahead"

@@ -2,13 +2,14 @@
 
 FLOPs are counted by ``runtime/flops.py``, parameters, states and activations by ``memory_*.py``, micro-batches by
 ``data/splitting.py``, bytes of a sync by the layouts of trainer and engines (``estimate/sync_time.py``). Rates and
-their uncertainty are in ``machine_rates.py``. Not counted: environments, evaluation, checkpoints, and the driver.
+their uncertainty are in ``machine_rates.py``. Not counted: environments, evaluation and checkpoints.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,7 @@ from skyrl_megatron.data.splitting import aligned, plan_micro_batches, split_for
 from skyrl_megatron.runtime.flops import ModelFlops, described_config, layer_flops
 from skyrl_megatron.trainer.step_batch import training_pass_scores
 from skyrl_megatron.weight_sync.tensors import FUSED_EXPERTS
-from skyrl_megatron_observe.estimate.engine_time import SamplingTime, engine_gpus, sampling_time
+from skyrl_megatron_observe.estimate.engine_time import engine_gpus, sampling_time
 from skyrl_megatron_observe.estimate.machine_rates import NETWORK, NONE, NVLINK, Machine, Seconds
 from skyrl_megatron_observe.estimate.memory_activations import IMBALANCE, Recompute
 from skyrl_megatron_observe.estimate.memory_budget import gigabytes
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
 
 GENERATE, SCORE, TRAIN, SYNC = "generate", "fwd_logprobs_values_reward", "train_critic_and_policy", "sync_weights"
-PHASES = (GENERATE, SCORE, TRAIN, SYNC)
-"""Phases of a step as ``timing/<phase>`` measures them, in order."""
+REST = "rest"
+PHASES = (GENERATE, SCORE, TRAIN, SYNC, REST)
+"""Phases of a step as ``timing/<phase>`` measures them, in order, and the rest of the step."""
 LIKELY_IMBALANCE = 1.15
 """Tokens of the busiest expert-parallel rank over the average of a model with balanced experts."""
 
@@ -59,6 +61,8 @@ class Term:
     name: str
     phases: Mapping[str, Seconds]
     note: str = ""
+    elsewhere: Seconds | None = None
+    """What the term takes in the frameworks whose steps are published, if this code was measured to be faster."""
 
     @property
     def seconds(self) -> Seconds:
@@ -75,6 +79,8 @@ class StepEstimate:
     """Tokens of all sequences of the step."""
     gpus: int
     machine: Machine
+    ahead: bool = False
+    """Whether rollouts run ahead of the training."""
     hidden: Seconds = field(default=NONE)
 
     def phase(self, name: str) -> Seconds:
@@ -85,7 +91,20 @@ class StepEstimate:
     def step(self) -> Seconds:
         """Return the seconds of the step: the sum of its terms, less what is hidden."""
         whole = sum((term.seconds for term in self.terms), NONE)
-        return Seconds(*(getattr(whole, name) - getattr(self.hidden, name) for name in ("low", "likely", "high")))
+        return whole.minus(self.hidden)
+
+    def with_terms(self, terms: Sequence[Term]) -> StepEstimate:
+        """Return the step with other terms; what is hidden is that of the new ones."""
+        changed = dataclasses.replace(self, terms=tuple(terms), hidden=NONE)
+        if not self.ahead:
+            return changed
+        trained = changed.phase(SCORE) + changed.phase(TRAIN)
+        return dataclasses.replace(changed, hidden=changed.phase(GENERATE).shorter(trained))
+
+    def published(self) -> Seconds:
+        """Return the seconds of the step with the terms of the frameworks whose steps are published."""
+        more = ((term.elsewhere, term.seconds) for term in self.terms if term.elsewhere is not None)
+        return sum((theirs.minus(ours) for theirs, ours in more), self.step)
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
@@ -117,8 +136,7 @@ def estimate_step(
     policy, local = roles["policy"], cfg.generator.inference_engine.run_engines_locally
     terms: list[Term] = []
     if local:
-        sampled = sampling_time(cfg, policy.model.table, policy.flops, machine, prompts, responses, gpu_bytes)
-        terms += _sampling(sampled)
+        terms += _sampling(cfg, policy, prompts, responses, gpu_bytes)
     terms += _scoring(cfg, roles, lengths)
     for name, role in roles.items():
         if not is_frozen(name):
@@ -126,13 +144,11 @@ def estimate_step(
     terms += _offload(cfg, roles)
     if local:
         terms.append(_sync(cfg, policy.model, machine))
-    estimate = StepEstimate(_joined(terms), float(lengths.sum()), sum(gpus_requested(cfg).values()), machine)
-    if generates_ahead(cfg):
-        trained = estimate.phase(SCORE) + estimate.phase(TRAIN)
-        return StepEstimate(
-            estimate.terms, estimate.tokens, estimate.gpus, machine, estimate.phase(GENERATE).shorter(trained)
-        )
-    return estimate
+    if supervised(cfg) is None:
+        terms.append(_data(float(lengths.sum())))
+    gpus = sum(gpus_requested(cfg).values())
+    estimate = StepEstimate((), float(lengths.sum()), gpus, machine, generates_ahead(cfg))
+    return estimate.with_terms(_joined(terms))
 
 
 def sampling_seconds(
@@ -159,7 +175,7 @@ def _joined(terms: list[Term]) -> tuple[Term, ...]:
             for phase in PHASES
             if phase in joined.phases or phase in term.phases
         }
-        by_name[term.name] = Term(term.name, phases, joined.note or term.note)
+        by_name[term.name] = Term(term.name, phases, joined.note or term.note, joined.elsewhere or term.elsewhere)
     return tuple(by_name.values())
 
 
@@ -237,11 +253,29 @@ class _Role:
             experts = sum(float(mlp.forward(lengths).sum()) for _, mlp in self.layers) / float(stages.sum())
             more = (1.0, 1 + experts * (LIKELY_IMBALANCE - 1), 1 + experts * (IMBALANCE - 1))
             work = Seconds(work.low * more[0], work.likely * more[1], work.high * more[2])
+        work += machine.elementwise(self._between(lengths) / p.world_size)
         held = max(self.model.state(stage).weights for stage in range(p.pp))
-        least = machine.launch.times(len(self.layers) / p.pp).or_longer(machine.read(held))
+        exchanging = sum(self.model.table.plan.shape.moe) if p.ep > 1 else 0
+        exchange = machine.fused_exchange_launch if self._fused_exchange else machine.exchange_launch
+        launches = machine.launch.times(len(self.layers) - exchanging) + exchange.times(exchanging)
+        least = launches.times(1 / p.pp).or_longer(machine.read(held))
         uneven = float(stages.max() / stages.mean())
         bubbles = fullest * uneven * (count + (p.pp - 1) / p.vpp) / count - 1
         return _Pass(work.or_longer(least.times(count)), self._wire(lengths), bubbles)
+
+    @property
+    def _fused_exchange(self) -> bool:
+        """Whether a token is sent once to each rank that has experts for it, by kernels that need no sizes."""
+        return bool(self.model.settings.megatron_config.moe_token_dispatcher_type == "flex")
+
+    def _between(self, lengths: np.ndarray) -> float:
+        """Return the bytes that a forward pass reads and writes between its products, on all ranks together."""
+        dims, table = self.model.table.plan.shape.dims, self.model.table
+        vectors, moe = 30 * dims["H"], table.plan.shape.moe  # norms, residuals, rotation, attention's sides
+        routed = table.top_k * (4 * dims["H"] + 6 * dims.get("M", 0)) + 6 * dims.get("S", 0)
+        by_layer = sum(vectors + (routed if is_moe else 6 * dims.get("F", 0)) for is_moe in moe)
+        logits = 8 if not has_value_head(self.model.cfg, self.model.role) else 0
+        return float(lengths.sum()) * (by_layer * self.model.kernels.width + logits * dims["V"])
 
     def _wire(self, lengths: np.ndarray) -> Seconds:
         """Return the seconds that tp, ep and cp exchange activations in a forward pass."""
@@ -251,8 +285,12 @@ class _Role:
         vector = tokens * dims["H"] * width
         split = sum(2 if is_moe and not dims.get("S") else 4 for is_moe in moe) / p.pp
         seconds = self.machine.across(p.tp, split * vector * (p.tp - 1) / p.tp)
-        routed = 2 * vector / p.tp * self.model.table.top_k * sum(moe) / p.pp
-        seconds += self.machine.exchanged(p.ep * p.etp, p.ep, routed)
+        routed = 2 * vector / p.tp * sum(moe) / p.pp
+        top_k, extent = self.model.table.top_k, p.ep * p.etp
+        if self._fused_exchange:
+            seconds += self.machine.sent_once(extent, p.ep, routed, top_k)
+        else:
+            seconds += self.machine.exchanged(extent, p.ep, routed * top_k)
         keys = dims["O" if self.model.table.plan.shape.mla else "K"] / p.tp
         return seconds + self.machine.across(p.tp * p.cp, len(moe) / p.pp * 2 * keys * tokens * width * (p.cp - 1))
 
@@ -283,11 +321,21 @@ class _Role:
         return 2.0 - linear
 
 
-def _sampling(found: SamplingTime) -> list[Term]:
-    read = f"{found.steps:,.0f} steps, {found.concurrent:,.0f} sequences an engine"
+def _sampling(
+    cfg: SkyRLTrainConfig, policy: _Role, prompts: np.ndarray, responses: np.ndarray, gpu_bytes: int | None
+) -> list[Term]:
+    """Return prefill and decode. Rollouts that run several steps ahead sample the batches of those together, so that
+    the long responses of one pass beside the next."""
+    ahead = 1
+    if generates_ahead(cfg):
+        settings, batch = cfg.trainer.fully_async, cfg.trainer.train_batch_size
+        ahead = max(min(settings.max_staleness_steps, settings.num_parallel_generation_workers // batch), 1)
+    together = np.tile(prompts, ahead), np.tile(responses, ahead)
+    sampled = sampling_time(cfg, policy.model.table, policy.flops, policy.machine, *together, gpu_bytes)
+    read = f"{sampled.steps:,.0f} steps, {sampled.concurrent:,.0f} sequences an engine"
     return [
-        Term("prefill", {GENERATE: found.prefill}),
-        Term("decode", {GENERATE: found.decode}, read),
+        Term("prefill", {GENERATE: sampled.prefill.times(1 / ahead)}),
+        Term("decode", {GENERATE: sampled.decode.times(1 / ahead)}, read),
     ]
 
 
@@ -447,4 +495,21 @@ def _sync(cfg: SkyRLTrainConfig, model: RoleModel, machine: Machine) -> Term:
         else:
             seconds.append(over_network(sizes, peak * share, copies).total)
     low, likely, high = seconds[::-1]
-    return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{gigabytes(sizes.received)} a worker")
+    whole = float(model.table.total() * model.kernels.width) if not engine_bytes(cfg, model.table).received else 0.0
+    rates = REFIT_SHARED if weight_transport(cfg) == "ipc" else REFIT_APART
+    elsewhere = REFIT_CALLS + Seconds(*(whole / rate for rate in rates[::-1]))
+    return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{gigabytes(sizes.received)} a worker", elsewhere)
+
+
+REFIT_CALLS, REFIT_SHARED, REFIT_APART = Seconds(2.0, 4.5, 8.0), (15e9, 27e9, 45e9), (30e9, 55e9, 90e9)
+"""A weight sync of other frameworks: seconds of its calls, and bytes/s at which every rank gathers the whole model, on
+GPUs that it shares with engines or not. Published: 5 to 8 s for 16 GB, 11 to 16 s for 61 GB, 24 to 59 s for 470 GB."""
+DATA_CALLS, DATA_TOKEN = Seconds(0.1, 0.3, 1.0), Seconds(0.1e-6, 0.2e-6, 0.5e-6)
+"""Batches between phases: seconds of a step, and of a token. Measured: 0.87 s of 4.36 M tokens, of verl 40.3 s."""
+ELSEWHERE_CALLS, ELSEWHERE_TOKEN = Seconds(1.0, 2.0, 4.0), Seconds(0.5e-6, 1.3e-6, 3e-6)
+"""The same of other frameworks, with rewards and records. Published: 3 s of 1.9 M tokens, 12.6 s of 6.7 M tokens."""
+
+
+def _data(tokens: float) -> Term:
+    ours, theirs = DATA_CALLS + DATA_TOKEN.times(tokens), ELSEWHERE_CALLS + ELSEWHERE_TOKEN.times(tokens)
+    return Term("data", {REST: ours}, "batches between phases", theirs)

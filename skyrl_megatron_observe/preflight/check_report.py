@@ -1,4 +1,6 @@
-"""Lines of ``--check``: layout, parameters, memory, batch sizes and the time of a step. Starts neither Ray nor CUDA.
+"""Lines of ``--check``: time and disk of the run, memory, layout, parameters, batch sizes and the time of a step.
+
+It starts neither Ray nor CUDA.
 
 Of a model it reads ``config.json`` only.
 """
@@ -17,20 +19,36 @@ from skyrl_megatron.config.hf_model import kv_bytes_per_token
 from skyrl_megatron.config.layout import ParallelConfig, stage_layers
 from skyrl_megatron.config.resolve import longest_sequence
 from skyrl_megatron.config.roles import active_roles, engine_ranks, is_frozen, rank_position, role_layout, weight_path
-from skyrl_megatron_observe.estimate import step_report
-from skyrl_megatron_observe.estimate.memory_budget import Budget, gigabytes, parameter_tables, report_lines
+from skyrl_megatron_observe.estimate.memory_budget import (
+    Budget,
+    gigabytes,
+    other_lines,
+    parameter_tables,
+    report_lines,
+)
 from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
 from skyrl_megatron_observe.estimate.memory_recompute import recomputation
+from skyrl_megatron_observe.estimate.step_report import RunEstimate
 from skyrl_megatron_parts.experts.plan import HORIZON, MoveCosts
 
 
 def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
-    """Yield layout, parameters, memory and batch sizes of a resolved configuration, line by line.
+    """Yield the whole run, the tightest memory, layout, parameters and batch sizes of a resolved configuration.
 
     Raises ConfigError for an unsupported model.
     """
     tables = parameter_tables(cfg)
+    complete = set(tables) == set(active_roles(cfg))
+    estimate = RunEstimate.of(cfg, tables, hardware) if complete else None
+    if estimate is not None:
+        yield "# the run, without environments, evaluation and checkpoints"
+        yield from estimate.totals()
+        yield ""
+    if not hardware.is_cpu and complete:
+        yield "# memory: the GPU or node with the least room (--show-config: all)"
+        yield from report_lines(Budget.of(cfg, tables, hardware))
+        yield ""
     for role in active_roles(cfg):
         yield from _role(cfg, role, tables.get(role), hardware)
     if supervised(cfg) is None:
@@ -38,31 +56,39 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
     if cfg.trainer.exact_rollouts:
         yield _exact(hardware)
         yield ""
-    if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
-        yield "# memory: the fullest GPU of each phase, and a node"
-        yield from report_lines(Budget.of(cfg, tables, hardware))
-        yield ""
     yield from _batch(cfg)
-    if set(tables) == set(active_roles(cfg)):
+    if estimate is not None:
         yield ""
-        yield from step_report.report_lines(cfg, tables, hardware)
+        yield from estimate.terms()
+
+
+def details(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
+    """Yield what ``--show-config`` adds: the memory of the other phases."""
+    tables = parameter_tables(cfg)
+    if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
+        yield ""
+        yield "# memory of the other phases: the fullest GPU of each, and a node"
+        yield from other_lines(Budget.of(cfg, tables, hardware))
 
 
 def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardware: Hardware) -> Iterator[str]:
     """Yield model, layout and memory of one role."""
     section, parallel = getattr(cfg.trainer, role), role_layout(cfg, role)
     yield f"# {role}: {section.model.path}"
-    yield f"layout: {_degrees(parallel)}"
+    policy = cfg.trainer.policy
+    same = role != "policy" and section.model.path == policy.model.path and parallel == role_layout(cfg, "policy")
+    yield f"layout: {'as the policy' if same else _degrees(parallel)}"
     if table is None:
         yield "config.json is not in the cache of the Hugging Face hub: layers, parameters and bytes are unknown"
         yield ""
         return
     plan = table.plan
     moe, experts = plan.shape.moe, plan.shape.dims.get("E", 0)
-    kind = f"{sum(moe)} of {len(moe)} layers with {experts} experts" if experts else f"{len(moe)} layers"
-    active = f", {table.active(table.top_k):,} active per token" if experts else ""
-    yield f"model: {plan.family.model_type}, {table.total():,} parameters{active}, {kind}"
-    yield from _topology(parallel, len(moe), experts)
+    if not same:
+        kind = f"{sum(moe)} of {len(moe)} layers with {experts} experts" if experts else f"{len(moe)} layers"
+        active = f", {table.active(table.top_k):,} active per token" if experts else ""
+        yield f"model: {plan.family.model_type}, {table.total():,} parameters{active}, {kind}"
+        yield from _topology(parallel, len(moe), experts)
     model = RoleModel.of(cfg, role, table, on_cpu=hardware.is_cpu)
     yield from _memory(model)
     if model.trained:
@@ -99,18 +125,19 @@ def _degrees(p: ParallelConfig) -> str:
 
 
 def _topology(parallel: ParallelConfig, num_layers: int, experts: int) -> Iterator[str]:
-    """Yield one line for all ranks that hold the same layers and experts."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    """Yield one line for all stages with equally many layers: its ranks, and what a rank holds."""
+    ranks, kinds = dict[int, list[int]](), dict[tuple[int, ...], list[int]]()
     for rank in range(parallel.world_size):
-        position = rank_position(parallel, rank)
-        groups.setdefault((position.pp, position.ep if experts else 0), []).append(rank)
-    share = experts // parallel.ep
-    for (stage, ep), ranks in groups.items():
-        chunks = [stage_layers(parallel, num_layers, stage, chunk) for chunk in range(parallel.vpp)]
-        holds = "layers " + ", ".join(_range(layers[0], layers[-1]) for layers in chunks)
-        if experts:
-            holds += f", experts {_range(ep * share, (ep + 1) * share - 1)}"
-        yield f"  {'ranks' if len(ranks) > 1 else 'rank'} {_ranges(ranks)}: stage {stage}, {holds}"
+        ranks.setdefault(rank_position(parallel, rank).pp, []).append(rank)
+    chunks = [[stage_layers(parallel, num_layers, stage, chunk) for chunk in range(parallel.vpp)] for stage in ranks]
+    for stage, layers in enumerate(chunks):
+        kinds.setdefault(tuple(map(len, layers)), []).append(stage)
+    share = f", {experts // parallel.ep} of {experts} experts a rank" if experts and parallel.ep > 1 else ""
+    for stages in kinds.values():
+        of = sorted(rank for stage in stages for rank in ranks[stage])
+        held = "; ".join(", ".join(_range(part[0], part[-1]) for part in chunks[stage]) for stage in stages)
+        name = "stage" if len(stages) == 1 else "stages"
+        yield f"  {name} {_ranges(stages)}, {'rank' if len(of) == 1 else 'ranks'} {_ranges(of)}: layers {held}{share}"
 
 
 def _range(first: int, last: int) -> str:
@@ -126,13 +153,17 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def _memory(model: RoleModel) -> Iterator[str]:
     yield "  per rank:     parameters     weights   gradients   optimizer     buffers       total"
+    alike: dict[tuple[str, str], list[int]] = {}
     for stage in range(model.parallel.pp):
         size = model.state(stage)
         columns = (size.weights, size.gradients, size.optimizer, size.buffers, size.device)
         row = "".join(f" {gigabytes(value):>11}" for value in columns)
-        yield f"  stage {stage:<3} {model.parameters(stage).parameters:>15,}{row}"
-        if size.host_optimizer:
-            yield f"            plus {gigabytes(size.host_optimizer)} of optimizer state in host memory"
+        host = gigabytes(size.host_optimizer) if size.host_optimizer else ""
+        alike.setdefault((f"{model.parameters(stage).parameters:>15,}{row}", host), []).append(stage)
+    for (row, host), stages in alike.items():
+        yield f"  stage {_ranges(stages):<3} {row}"
+        if host:
+            yield f"            plus {host} of optimizer state in host memory"
     if model.settings.model.lora.rank:
         yield "  the base weights are frozen; gradients and optimizer state are those of the LoRA adapter"
 

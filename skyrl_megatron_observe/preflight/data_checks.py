@@ -179,12 +179,12 @@ def data(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     chat, problems = chat_format(run)
     yield from problems
     if (settings := supervised(run.cfg)) is not None:
-        with _quiet():
+        with _quiet(run):
             yield from _conversations(run, chat, settings)
         return
     named: set[str | None] = set()
     groups: dict[str, set[str]] = {}
-    with _quiet():
+    with _quiet(run):
         for key, names, needed in _sources(run):
             rows, unopened = _open_all(run, key, names)
             yield from unopened
@@ -439,6 +439,8 @@ def _environments(run: PlannedRun, named: set[str | None]) -> Iterator[Problem |
 
     default = run.cfg.environment.env_class
     chosen = run.cfg.environment.is_set("env_class")
+    if not named and not chosen:
+        return
     registered = set(registry.registered())
     for env_class in sorted({name or default for name in named} | ({default} if chosen else set())):
         key = _ENV if env_class == default else "data: env_class"
@@ -470,8 +472,12 @@ def _about(name: str, error: DataError) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence the log of ``datasets``, and its progress bars if stderr is not a terminal."""
+def _quiet(run: PlannedRun) -> Iterator[None]:
+    """Silence the log of ``datasets``, and its progress bars if stderr is not a terminal. Without any file to open,
+    the library is not loaded."""
+    if not any(os.path.exists(name) for _, names, _ in _sources(run) for name in names):
+        yield
+        return
     import datasets
 
     verbosity = datasets.logging.get_verbosity()

@@ -147,12 +147,14 @@ def _engine_model(run: PlannedRun, model: HfModel, key: str, path: str) -> Itera
 
 def _reward_model(run: PlannedRun, key: str, path: str, model: HfModel) -> Iterator[Problem]:
     """Yield why nothing could load the reward model that a run would export."""
+    if reward_model(run.cfg) is None:
+        return
     from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 
     from bridges.families import SUPPORTED
 
     kind = str(model.config["model_type"])
-    if reward_model(run.cfg) is not None and kind not in CLASSES:
+    if kind not in CLASSES:
         loadable = ", ".join(family for family in SUPPORTED if family in CLASSES)
         fix = f"transformers has no sequence classification for {kind}, so no program could load the reward model"
         yield Problem(key, path, f"{fix}: use a model of {loadable}")
@@ -205,10 +207,10 @@ def _optimizer(run: PlannedRun, role: str, model: HfModel) -> Iterator[Problem]:
 
 def _adapters(run: PlannedRun, model: HfModel, weights: Path | None) -> Iterator[Problem | NotChecked]:
     """Yield every problem of adapters on the policy's model: module names, ranks, the folder to start from."""
-    from skyrl_megatron_lora.targets import configured_selection, expert_rank, rank_problems
-
     if not run.cfg.trainer.policy.model.lora.rank or any(adapter_problems(run.cfg)):
         return
+    from skyrl_megatron_lora.targets import configured_selection, expert_rank, rank_problems
+
     for cfg in adapter_configs(run.cfg).values():
         try:
             selection = configured_selection(cfg, model.plan)

@@ -134,6 +134,7 @@ def test_recipe_fits_with_room(models, recipe, keys, capsys):
     assert all(key in text for key in keys)
     files = [f"model={folder(SHAPES[recipe])}", f"data.train_data=['{rows}']", "data.val_data=[]"]
     sizes = [f"--check={machine[1]}", "--gpu", "80GB", "--host-memory", machine[2], "trainer.logger=console"]
+    sizes.append("--show-config")  # the memory of all phases
     assert run_moe.main(["--recipe", recipe, *files, *sizes, *keys]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     rooms = re.findall(r"^(.+): .* of .*, (\S+) ([GT])B free$", out.partition("# memory")[2], re.MULTILINE)

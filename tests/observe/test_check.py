@@ -50,7 +50,8 @@ def test_report(run_args, capsys):
         "the run takes 4 GPUs: policy 4",
         "layout: 4 ranks = tp 1 · pp 2 · cp 1 · dp 2; experts etp 1 · ep 2 · edp 1",
         "4 of 4 layers with 4 experts",
-        "  rank 2: stage 1, layers 2-3, experts 0-1",
+        "  stages 0-1, ranks 0-3: layers 0-1; 2-3, 2 of 4 experts a rank",
+        "layout: as the policy",
         "  moving an expert of a layer takes 0.00 ms; it pays back in 10 steps if the busiest rank gets 2,344 tokens",
         "# ref: ",
         "policy: 4 optimizer steps (1024/256 · 1 epochs), each on 1280 sequences = dp 2 · 640, in 640 micro-batches",
@@ -132,6 +133,34 @@ def test_what_does_not_fit_is_shown_after_the_problems(run_args, capsys):
     out, err = capsys.readouterr()
     assert "in the configuration:" in err and "GPU memory=" in err and "it can run" not in out
     assert "# memory" in out and "# one step" in out
+
+
+def test_without_data_the_rest_is_shown(run_args, capsys):
+    """Layout, memory and time need no data; the steps of the run do, and say so."""
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.entrypoints import check
+
+    args = [*run_args, "trainer.logger=console", "data.train_data=[/nowhere/rows.parquet]"]
+    assert check.run([*args, "--gpu", "h100"], Hardware(1, 1)) == 2
+    out, err = capsys.readouterr()
+    assert "data.train_data=/nowhere/rows.parquet: no such file" in err and "it can run" not in out
+    assert "steps: known once data.train_data can be read, or with trainer.max_training_steps; 100 of them: " in out
+    assert check.run([*args, "--gpu", "h100", "trainer.max_training_steps=7"], Hardware(1, 1)) == 2
+    assert "steps: 7 (trainer.max_training_steps=7, if the data is enough): " in capsys.readouterr().out
+
+
+def test_memory_of_the_tightest_phase_alone(run_args, capsys):
+    """``--show-config`` adds the others."""
+    from skyrl_megatron.config.hardware import Hardware
+    from skyrl_megatron.entrypoints import check
+
+    args = ["trainer.logger=console", "--gpu", "80GB", "--host-memory", "1TB", *run_args]
+    assert check.run(args, Hardware(1, 1)) == 0
+    short = capsys.readouterr().out
+    assert check.run(["--show-config", *args], Hardware(1, 1)) == 0
+    shown, _, more = capsys.readouterr().out.partition("# memory of the other phases")
+    assert sum(" free" in line for line in shown.splitlines()) == 1 and shown.startswith(short)
+    assert sum(" free" in line for line in more.splitlines()) >= 5
 
 
 @pytest.mark.process

@@ -116,9 +116,9 @@ def test_decode_by_hand(planned):
     read = weights * 2 / 2 + norms_and_routers * 2  # bf16, two ranks
     cache = 64 * (1024 + 7168 / 2) * layers * 2 * (4 // 2) * 128 * 2
     step = (read + cache) / 3.35e12 / MEMORY[1]
-    summed = 4 * layers * 64 * hidden * 2 / 2 / (450e9 * 0.7) + 2 * layers * 1e-5
+    summed = 4 * layers * 64 * hidden * 2 / 2 / (450e9 * 0.7) + layers * (2 * 1.5e-5 + 80e-6)
     assert decode.note == "7,168 steps, 64 sequences an engine"
-    assert decode.seconds.likely == pytest.approx(7168 * (step + summed + 64 * 3e-6), rel=0.01)
+    assert decode.seconds.likely == pytest.approx(7168 * (step + summed + 1.5e-3 + 64 * 8e-6), rel=0.01)
 
 
 def test_optimizer_and_offload_by_hand(planned):
@@ -136,7 +136,7 @@ def test_optimizer_and_offload_by_hand(planned):
     held = 2 * (dense + experts / 8)
     away = held + 12 * shard  # of the policy, and the weights of the reference
     moved = (held + held + 0.5 * 12 * shard + held + away) / (64e9 * 0.7)
-    assert term(found, "offload").seconds.likely == pytest.approx(moved + 1.0, rel=1e-3)
+    assert term(found, "offload").seconds.likely == pytest.approx(moved + 3.0, rel=1e-3)
 
 
 def test_the_products_of_muon_by_hand(planned):
@@ -175,7 +175,7 @@ def test_terms_add_up_to_the_step(planned, recipe):
     cfg, models = planned(QWEN3_30B_A3B, recipe=recipe)
     found = estimate(cfg, models)
     names = ["prefill", "decode", "log-probs", "bubbles", "forward", "backward", "recomputation", "optimizer"]
-    assert [each.name for each in found.terms] == [*names, "offload", "sync"]
+    assert [each.name for each in found.terms] == [*names, "offload", "sync", "data"]
     for bound in ("low", "likely", "high"):
         by_term = sum(getattr(each.seconds, bound) for each in found.terms)
         by_phase = sum(getattr(found.phase(phase), bound) for phase in PHASES)
@@ -234,6 +234,34 @@ def test_full_groups_wait_for_the_slowest_stage(planned):
     assert role.forward(lengths, training=True).bubbles == pytest.approx(135 / 128 * stages.max() / stages.mean() - 1)
 
 
+def test_the_batch_of_an_engine_shrinks(planned):
+    """Two slots: the third response begins when the first one has ended, and the last one is alone."""
+    from skyrl_megatron_observe.estimate.engine_time import _begun
+
+    responses = np.array([4, 10, 3, 5])
+    assert _begun(responses, 2).tolist() == [0, 0, 4, 7]
+    assert _begun(responses, 8).tolist() == [0, 0, 0, 0]
+    long, even = np.full(2048, 500), np.full(2048, 1000)
+    long[::64] = 7168
+    cfg, models = planned(QWEN3_30B_A3B)
+    from skyrl_megatron_observe.estimate.step_time import sampling_seconds
+
+    prompts = np.full(2048, 100)
+    taken = [sampling_seconds(cfg, models["policy"], h100(), prompts, rows, 80 * 10**9) for rows in (long, even)]
+    assert long.sum() < even.sum() and taken[0].likely > 2 * taken[1].likely
+
+
+def test_what_rollouts_sample_ahead_is_shared_by_the_steps(planned):
+    """With a lag of eight, the long responses of a batch pass beside those of the next ones."""
+    separate = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=true"]
+    cfg, models = planned(QWEN3_30B_A3B, *separate, "trainer.train_batch_size=64", valid=False)
+    ahead, took = cfg.trainer.fully_async, []
+    ahead.enabled, ahead.num_parallel_generation_workers = True, 1000
+    for ahead.max_staleness_steps in (1, 8):
+        took.append(term(estimate(cfg, models), "decode").seconds.likely)
+    assert took[1] < took[0]
+
+
 @pytest.mark.parametrize("name", ["ERNIE-4.5-21B-A3B", "ERNIE-4.5-300B-A47B", "Hy3-preview", "MiniMax-M2"])
 def test_experts_of_a_token_are_those_of_the_router(name):
     """ERNIE's config.json names them otherwise."""
@@ -248,28 +276,31 @@ def test_experts_of_a_token_are_those_of_the_router(name):
 def test_the_report_names_each_term_and_says_what_it_needs(planned):
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
-    from skyrl_megatron_observe.estimate.step_report import report_lines
+    from skyrl_megatron_observe.estimate.step_report import RunEstimate
 
     cfg, _ = planned(QWEN3_30B_A3B)
-    unknown = "\n".join(report_lines(cfg, parameter_tables(cfg), Hardware(8, 2, elsewhere=True)))
+    unknown = "\n".join(RunEstimate.of(cfg, parameter_tables(cfg), Hardware(8, 2, elsewhere=True)).terms())
     assert "the type of the GPUs is unknown: add --gpu a100, " in unknown
-    lines = [*report_lines(cfg, parameter_tables(cfg), Hardware(8, 2, 80 * 10**9, gpu="H100", elsewhere=True))]
+    h100 = Hardware(8, 2, 80 * 10**9, gpu="H100", elsewhere=True)
+    lines = [*RunEstimate.of(cfg, parameter_tables(cfg), h100).terms()]
     named = [line.split()[0] for line in lines if line.startswith("  ")]
-    assert named[:2] == ["prefill", "decode"] and named[-2:] == ["sync", "a"]
-    assert "on H100" in lines[1] and lines[-1].startswith("with half as long responses: ")
+    assert named[:2] == ["prefill", "decode"] and named[-3:] == ["sync", "data", "a"]
+    assert "half of the limit" in lines[1] and "on H100" in lines[1]
+    assert lines[-1].startswith("if every response has 7168 tokens: ")
 
 
 def test_the_report_says_how_stale_batches_are(planned):
     """Engines that need far less time than training run as far ahead as they may."""
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
-    from skyrl_megatron_observe.estimate.step_report import report_lines
+    from skyrl_megatron_observe.estimate.step_report import RunEstimate
 
     separate = ["trainer.placement.colocate_all=false", "trainer.placement.colocate_policy_ref=true"]
     cfg, _ = planned(QWEN3_30B_A3B, *separate, valid=False)
     ahead = cfg.trainer.fully_async
     ahead.enabled, ahead.max_staleness_steps, ahead.num_parallel_generation_workers = True, 3, 10_000
-    lines = report_lines(cfg, parameter_tables(cfg), Hardware(8, 2, 80 * 10**9, gpu="H100", elsewhere=True))
+    h100 = Hardware(8, 2, 80 * 10**9, gpu="H100", elsewhere=True)
+    lines = RunEstimate.of(cfg, parameter_tables(cfg), h100).terms()
     (line,) = (line for line in lines if line.startswith("  staleness"))
     assert line.split("   ")[-1] == (
         "trainer.fully_async.max_staleness_steps=3, num_parallel_generation_workers=10000"

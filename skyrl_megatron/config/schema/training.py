@@ -237,6 +237,9 @@ class TrainerConfig(BaseConfig):
     loads are recorded at evenly spaced steps."""
     peak_flops_per_rank: Annotated[float | None, Bounds(0, open_low=True)] = None
     """Peak FLOP/s of a rank's device, for MFU. None: the published bf16 value of known GPUs; no MFU on others."""
+    expected_lengths: str | None = None
+    """Tokens of the responses with which `--check` estimates a step: their mean, a file with a number in each line, or
+    the `metrics.jsonl` of a run. None: as this run measured them before it is resumed, else half of the limit."""
     prometheus_port: Annotated[int | None, Bounds(1, 65535)] = None
     """Loopback port of the trainer's host that serves the latest metrics to Prometheus, at `/metrics`. The bearer
     token is in `prometheus_token` in the run's folder (Prometheus: `authorization.credentials_file`)."""

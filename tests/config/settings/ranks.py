@@ -189,6 +189,13 @@ def report(cfg):
     return [line for line in check_report.report(cfg, base.GPUS) if "expert" in line]
 
 
+def expected_lengths(cfg):
+    """The responses with which ``--check`` estimates a step."""
+    from skyrl_megatron_observe.estimate.lengths import step_lengths
+
+    return step_lengths(cfg).responses.tolist()
+
+
 def buffers(cfg):
     """Megatron's settings of gradient buffers that need a GPU."""
     from skyrl_megatron.runtime.engine_settings import ddp_config

@@ -406,6 +406,7 @@ MODELS = {
     f"{OPT}offload_after_step": Row(False, "away"),
     f"{P}record_memory": Row(True, "said"),
     f"{T}peak_flops_per_rank": Row(1e12, "metrics"),
+    f"{T}expected_lengths": Row("7", ranks.expected_lengths),
     f"{T}bf16": Row(False, ranks.dtype_on_gpus),
     f"{T}micro_train_batch_size_per_gpu": Row(2, "micro-batches"),
     f"{T}micro_forward_batch_size_per_gpu": Row(2, "forward"),
