@@ -76,10 +76,16 @@ def _section(
     yield f"{_meaning(text if base is None else inspect.getdoc(cls) or '', in_full)}\n"
     if model is not None:
         yield f"As `{model}`{_differences(key, model)}.\n"
-    for name in _shown(cls, key):
+    shown = _shown(cls, key)
+    inert = [] if in_full else [name for name in shown if _is_inert(cls, name)]
+    for name in shown:
+        if name in inert:
+            continue
         value = default_of(cls, name) if base is None else getattr(base, name)
         values = _values(field_types(cls)[name], value)
         yield f"- `{name}={_default(value)}`{values and f' ({values})'}: {_meaning(texts[name], in_full)}"
+    if inert:
+        yield f"- For scripts written for SkyRL, without effect: {', '.join(f'`{name}`' for name in inert)}."
     yield ""
     for name in sections if model is None else ():
         yield from _section(
@@ -94,6 +100,10 @@ def _described_before(key: str) -> str | None:
     return "generator.sampling_params" if key == "generator.eval_sampling_params" else None
 
 
+def _is_inert(cls: type[Section], name: str) -> bool:
+    return field_docstrings(cls)[name].startswith("No effect")
+
+
 def _shown(cls: type[Section], key: str) -> list[str]:
     """Return the settings of a section that have a line: those that the section described before does not have."""
     names = [name for name in field_types(cls) if name not in sections_of(cls)]
@@ -102,8 +112,9 @@ def _shown(cls: type[Section], key: str) -> list[str]:
 
 
 def shown_keys(root: type[Section] = SkyRLTrainConfig, prefix: str = "") -> Iterator[str]:
-    """Yield the keys that have a line in CONFIG.md. The others are in a section that is as another one."""
-    yield from (f"{prefix}{name}" for name in _shown(root, prefix.rstrip(".")))
+    """Yield the keys that have a line in CONFIG.md. The others have no effect, or are in a section that is as another
+    one."""
+    yield from (f"{prefix}{name}" for name in _shown(root, prefix.rstrip(".")) if not _is_inert(root, name))
     for name, section in sections_of(root).items() if _described_before(prefix.rstrip(".")) is None else ():
         yield from shown_keys(section, f"{prefix}{name}.")
 

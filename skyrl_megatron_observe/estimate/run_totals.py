@@ -33,7 +33,7 @@ LARGEST_COUNTED = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class StepsSoFar:
     """What a run that is resumed measured of itself."""
 
     done: int
@@ -42,7 +42,7 @@ class Measured:
     """Metrics of its last steps."""
 
     @classmethod
-    def of(cls, cfg: SkyRLTrainConfig) -> Measured:
+    def of(cls, cfg: SkyRLTrainConfig) -> StepsSoFar:
         """Read them; without a checkpoint to resume from, there are none."""
         checkpoint = None if cfg.trainer.resume_mode in (None, "none") else resumed_checkpoint(cfg)
         return cls(0, []) if checkpoint is None else cls(checkpoint.step, recorded_steps(cfg, checkpoint.step))
@@ -59,7 +59,7 @@ def totals(
     models: Mapping[str, RoleModel],
     estimate: StepEstimate | None,
     lengths: StepLengths,
-    measured: Measured,
+    measured: StepsSoFar,
 ) -> Iterator[str]:
     """Yield the lines of the run: time, tokens and disk, as likely and at most. ``estimate``: None if the GPUs are
     unknown."""

@@ -19,7 +19,7 @@ from skyrl_megatron_observe.estimate.lengths import StepLengths, step_lengths
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
 from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
-from skyrl_megatron_observe.estimate.run_totals import Measured, totals
+from skyrl_megatron_observe.estimate.run_totals import StepsSoFar, totals
 from skyrl_megatron_observe.estimate.staleness import groups_in_flight, run_ahead, stream_limits
 from skyrl_megatron_observe.estimate.step_time import (
     GENERATE,
@@ -53,14 +53,14 @@ class RunEstimate:
     hardware: Hardware
     models: Mapping[str, RoleModel]
     lengths: StepLengths
-    measured: Measured
+    measured: StepsSoFar
     step: StepEstimate | None
     """A step with those lengths; None if the type of the GPUs is unknown."""
 
     @classmethod
     def of(cls, cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], hardware: Hardware) -> RunEstimate:
         """Estimate a run. ``tables``: role → its parameters, of all roles."""
-        measured = Measured.of(cfg)
+        measured = StepsSoFar.of(cfg)
         lengths = step_lengths(cfg, measured.steps)
         models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=hardware.is_cpu) for role in active_roles(cfg)}
         found = cls(cfg, hardware, models, lengths, measured, None)
