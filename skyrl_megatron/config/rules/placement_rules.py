@@ -168,17 +168,14 @@ def _gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
     few = [count for count in hardware.uneven if count < placement.policy_num_gpus_per_node]
     enough = len(hardware.uneven) - len(few)
     if few and total <= there and placement.policy_num_nodes > enough:
-        fix = (
-            f"nodes have {', '.join(map(str, hardware.uneven))} GPUs, so {enough} have "
-            f"{placement.policy_num_gpus_per_node}: set it to {enough}, or "
-            f"trainer.placement.policy_num_gpus_per_node={min(few)}"
-        )
+        per_node, counts = placement.policy_num_gpus_per_node, ", ".join(map(str, hardware.uneven))
+        fix = f"nodes have {counts} GPUs, so {enough} have {per_node}: set it to {enough}, or "
+        fix += f"trainer.placement.policy_num_gpus_per_node={min(few)}"
         yield Problem("trainer.placement.policy_num_nodes", placement.policy_num_nodes, fix)
 
 
 def _smaller(cfg: SkyRLTrainConfig, asked: Mapping[str, int], there: int) -> tuple[str, int | None]:
-    """Return a key of a run that takes more than the ``there`` GPUs, and the value with which it fits; None: no value
-    of one key alone."""
+    """Return a key of a run that takes more than the ``there`` GPUs, and its value that fits; None: no value does."""
     placement = cfg.trainer.placement
     left = (there - sum(asked.values()) + asked.get("engines", 0)) // engine_ranks(cfg)
     if "engines" in asked and left >= 1:
