@@ -94,7 +94,6 @@ COMMANDS = (
     Row(r"skyrl-megatron replay-batch", "tests/tools/test_replay_batch.py::test_a_step_is_trained_again"),
     Row(r"skyrl-megatron (--help|\{|(sft|dpo|reward) --help)", HERE + "test_a_quick_command_runs"),
     Row(r"skyrl-megatron sft --show-row", "tests/supervised/test_show_row.py::test_the_text_marks_what_is_trained"),
-    Row(r"skyrl-megatron sft$", "tests/supervised/test_sft.py::test_rows_are_learned"),
     Row(r"skyrl-megatron reward$", "tests/supervised/test_reward.py::test_a_reward_model_is_trained"),
     Row(r"curl http://127", "tests/agents/test_http_endpoint.py::test_the_openai_package_talks_to_the_endpoint"),
     Row(rf"{VERB}dashboard", "tests/observe/test_server.py::test_what_is_new_is_given"),

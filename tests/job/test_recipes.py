@@ -3,6 +3,7 @@ do on GPUs. Overridden are sizes, and what :data:`CANNOT` names."""
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,8 @@ UNEVEN = STAGES | {
     f"{MEGATRON}num_layers_in_last_pipeline_stage": 1,
 }
 CANNOT = {
-    f"{MEGATRON}optimizer_config_kwargs": "{}"  # Megatron updates no fp32 weights on the host, and CPU runs are fp32
+    f"{MEGATRON}optimizer_config_kwargs": "{}",  # Megatron updates no fp32 weights on the host, and CPU runs are fp32
+    "trainer.flash_attn": "false",  # says that the recipe wants GPUs
 }
 FAMILIES = {
     "qwen3-30b-a3b": ("qwen3_moe", {}),
@@ -59,25 +61,27 @@ FAMILIES = {
     "gpt-oss-120b": ("gpt_oss", {}),
     "deepseek-v3": ("deepseek_v3", UNEVEN),
     "kimi-k2": ("deepseek_v3", UNEVEN),
+    "olmoe-1b-7b": ("olmoe", {}),
 }
 
 SUPERVISED = ("qwen3-30b-a3b-sft", "qwen3-30b-a3b-sft-lora")
+PAIRS = ("qwen3-30b-a3b-dpo-lora",)
 
 
 def test_every_recipe_of_a_large_model_is_run():
     small = {"tiny-moe-cpu", "ppo_base_config"}
     names = {path.stem for path in RECIPES.glob("*.yaml") if not path.stem.startswith("embedded")}
-    assert names - small == {*FAMILIES, *SUPERVISED}
+    assert names - small == {*FAMILIES, *SUPERVISED, *PAIRS}
 
 
-def run(tmp_path, recipe, family, rows, keys):
+def run(tmp_path, recipe, family, rows, keys, command=(ROOT / "launch" / "run_moe.sh",)):
     """Start a recipe as it is typed, and return the lines of its metrics."""
     model = write_tiny_model(family, tmp_path / "model", num_hidden_layers=2)
     words = ["--recipe", recipe, f"model={model}", f"data.train_data=['{rows}']", f"data.val_data=['{rows}']"]
     words += [f"trainer.{name}_path={tmp_path}/{name}" for name in ("ckpt", "export", "log")]
     words += [f"{key}={value}" for key, value in (keys | CANNOT).items()]
     done = subprocess.run(
-        [ROOT / "launch" / "run_moe.sh", *words, "trainer.logger=console"],
+        [*command, *words, "trainer.logger=console"],
         env=runs.environment(tmp_path),
         cwd=tmp_path,
         capture_output=True,
@@ -111,3 +115,16 @@ def test_a_supervised_recipe_runs_as_typed(tmp_path, recipe):
     lines = run(tmp_path, recipe, "qwen3_moe", tmp_path / "rows.jsonl", own)
     assert lines[2]["sft/loss"] < lines[1]["sft/loss"], "the rows are all equal"
     assert (tmp_path / "ckpt/global_step_2/MANIFEST.json").exists()
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("recipe", PAIRS)
+def test_a_recipe_of_pairs_runs_as_typed(tmp_path, recipe):
+    answers = {kind: [{"role": "assistant", "content": text}] for kind, text in (("chosen", "2"), ("rejected", "3"))}
+    pair = {"prompt": [{"role": "user", "content": "1+1=?"}], **answers}
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 16)
+    own = {key: value for key, value in SIZES.items() if key.startswith("trainer.") and "prompt" not in key}
+    own |= {"dpo.max_length": 64, "trainer.policy.optimizer_config.num_warmup_steps": 0}
+    command = (sys.executable, "-m", "skyrl_megatron.cli", "dpo")
+    lines = run(tmp_path, recipe, "qwen3_moe", tmp_path / "pairs.jsonl", own, command)
+    assert lines[2]["dpo/loss"] < lines[1]["dpo/loss"], "the pairs are all equal"

@@ -214,8 +214,8 @@ MUTATIONS = (
     Mutation(
         "responses-one-position-late",
         "skyrl_megatron/runtime/packed_inputs.py",
-        "torch.arange(width)[None, :] - 1",
-        "torch.arange(width)[None, :]",
+        "where[-count - 1 : -1]",
+        "where[-count:]",
         ("tests/training/test_step.py::test_every_layout[single]",),
         "each token would be trained with the log-prob of the next",
     ),

@@ -119,7 +119,7 @@ def test_a_resumed_run_counts_with_its_own_steps(planned, monkeypatch):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps))
     try:
-        assert run_totals.Measured.of(cfg).seconds is None  # no checkpoint: the run begins anew
+        assert run_totals.StepsSoFar.of(cfg).seconds is None  # no checkpoint: the run begins anew
         monkeypatch.setattr(run_totals, "resumed_checkpoint", lambda cfg: SimpleNamespace(step=10))
         _, estimate = planned("trainer.epochs=2")
         lines = lines_of(estimate)

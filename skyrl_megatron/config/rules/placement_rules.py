@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from skyrl_megatron.config.fields import default_of
+from skyrl_megatron.config.fields import default_of, get_path
 from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.layout import ParallelConfig, layout_problems
 from skyrl_megatron.config.roles import (
@@ -161,35 +161,29 @@ def _gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
             yield Problem(f"trainer.placement.{role}_num_gpus_per_node", per_node, fix)
     if there and total > there:
         listed = " + ".join(f"{count} ({role})" for role, count in asked.items())
-        key, value, instead = _smaller(cfg, asked, there)
+        key, fits = _smaller(cfg, asked, there)
+        instead = f"set it to {fits}" if fits else "use fewer, or share them (trainer.placement.colocate_all=true)"
         fix = f"the run takes {listed} = {total} GPUs, but there are {there}: {instead}"
-        yield Problem(key, value, f"{fix}, or join a larger Ray cluster (RAY_ADDRESS)")
+        yield Problem(key, get_path(cfg, key), f"{fix}, or join a larger Ray cluster (RAY_ADDRESS)")
     few = [count for count in hardware.uneven if count < placement.policy_num_gpus_per_node]
     enough = len(hardware.uneven) - len(few)
     if few and total <= there and placement.policy_num_nodes > enough:
-        fix = (
-            f"nodes have {', '.join(map(str, hardware.uneven))} GPUs, so {enough} have "
-            f"{placement.policy_num_gpus_per_node}: set it to {enough}, or "
-            f"trainer.placement.policy_num_gpus_per_node={min(few)}"
-        )
+        per_node, counts = placement.policy_num_gpus_per_node, ", ".join(map(str, hardware.uneven))
+        fix = f"nodes have {counts} GPUs, so {enough} have {per_node}: set it to {enough}, or "
+        fix += f"trainer.placement.policy_num_gpus_per_node={min(few)}"
         yield Problem("trainer.placement.policy_num_nodes", placement.policy_num_nodes, fix)
 
 
-def _smaller(cfg: SkyRLTrainConfig, asked: Mapping[str, int], there: int) -> tuple[str, int, str]:
-    """Return key, value and what to set it to, for a run that takes more than the ``there`` GPUs."""
-    placement, engine = cfg.trainer.placement, cfg.generator.inference_engine
+def _smaller(cfg: SkyRLTrainConfig, asked: Mapping[str, int], there: int) -> tuple[str, int | None]:
+    """Return a key of a run that takes more than the ``there`` GPUs, and its value that fits; None: no value does."""
+    placement = cfg.trainer.placement
     left = (there - sum(asked.values()) + asked.get("engines", 0)) // engine_ranks(cfg)
     if "engines" in asked and left >= 1:
-        return "generator.inference_engine.num_engines", engine.num_engines, f"set it to {left}"
-    per_node = placement.policy_num_gpus_per_node
-    if len(asked) == 1:
-        if there >= per_node:
-            key, value, fits = "policy_num_nodes", placement.policy_num_nodes, there // per_node
-        else:
-            key, value, fits = "policy_num_gpus_per_node", per_node, max(there // placement.policy_num_nodes, 1)
-        return f"trainer.placement.{key}", value, f"set it to {fits}"
-    share = "share them (trainer.placement.colocate_all=true)"
-    return "trainer.placement.policy_num_gpus_per_node", per_node, f"use fewer, or {share}"
+        return "generator.inference_engine.num_engines", left
+    if len(asked) == 1 and there >= placement.policy_num_gpus_per_node:
+        return "trainer.placement.policy_num_nodes", there // placement.policy_num_gpus_per_node
+    fits = max(there // placement.policy_num_nodes, 1) if len(asked) == 1 else None
+    return "trainer.placement.policy_num_gpus_per_node", fits
 
 
 def idle_gpus(cfg: SkyRLTrainConfig, nodes: Sequence[int]) -> str | None:
