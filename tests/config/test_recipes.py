@@ -180,7 +180,7 @@ def check_batch(config, nodes, out):
     step = f"each on {mini * samples} sequences = dp {replicas} · {mini * samples // replicas}"
     assert f"policy: {batch // mini} optimizer steps ({batch}/{mini} · 1 epochs), {step}" in out
     engine = generator["inference_engine"]
-    ranks = engine["tensor_parallel_size"] * engine.get("pipeline_parallel_size", 1)
+    ranks = engine.get("tensor_parallel_size", 1) * engine.get("pipeline_parallel_size", 1)
     assert "num_engines" not in engine and f"{hosts * gpus // ranks} · {ranks} ranks (tp " in out, (
         "they follow the GPUs"
     )
