@@ -495,9 +495,11 @@ def _sync(cfg: SkyRLTrainConfig, model: RoleModel, machine: Machine) -> Term:
         else:
             seconds.append(over_network(sizes, peak * share, copies).total)
     low, likely, high = seconds[::-1]
-    whole = float(model.table.total() * model.kernels.width) if not engine_bytes(cfg, model.table).received else 0.0
+    model_bytes = (
+        float(model.table.total() * model.kernels.width) if not engine_bytes(cfg, model.table).received else 0.0
+    )
     rates = REFIT_SHARED if weight_transport(cfg) == "ipc" else REFIT_APART
-    elsewhere = REFIT_CALLS + Seconds(*(whole / rate for rate in rates[::-1]))
+    elsewhere = REFIT_CALLS + Seconds(*(model_bytes / rate for rate in rates[::-1]))
     return Term("sync", {SYNC: Seconds(low, likely, high)}, f"{gigabytes(sizes.received)} a worker", elsewhere)
 
 
