@@ -325,7 +325,7 @@ def _sampling(
     cfg: SkyRLTrainConfig, policy: _Role, prompts: np.ndarray, responses: np.ndarray, gpu_bytes: int | None
 ) -> list[Term]:
     """Return prefill and decode. Rollouts that run several steps ahead sample the batches of those together, so that
-    the long responses of one pass beside the next."""
+    the long responses of one overlap the next ones."""
     ahead = 1
     if generates_ahead(cfg):
         settings, batch = cfg.trainer.fully_async, cfg.trainer.train_batch_size
