@@ -37,13 +37,8 @@ from skyrl_megatron.progress import current_task, heartbeat
 
 GPU_MEMORY, HOST_MEMORY = "GPU memory", "host memory"
 MEMORY_KEYS = (GPU_MEMORY, HOST_MEMORY)
-"""Keys of the Problems of phases that do not fit into memory."""
-
-
-def spares_report(problem: Problem) -> bool:
-    """Return whether ``--check`` prints its report in spite of a problem: because the report shows what to change, or
-    because it reads no data, which may not be there yet."""
-    return problem.key in MEMORY_KEYS or problem.key.startswith("data.")
+"""Keys of the Problems of phases that do not fit into memory. ``--check`` prints its report in spite of them, because
+the report shows what to change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from skyrl_megatron.checks import NotChecked, check_config, run_hardware, spares_report
+from skyrl_megatron.checks import MEMORY_KEYS, NotChecked, check_config, run_hardware
 from skyrl_megatron.command import run_command
 from skyrl_megatron.config import SkyRLTrainConfig, get_config_as_yaml_str
 from skyrl_megatron.config.hardware import GPU_TYPES, Hardware, read_size
@@ -39,7 +39,7 @@ def run(
         options, settings = _options(argv)
         machine = _with_memory(hardware or _hardware(options), options)
         cfg, findings = check_config(cls, settings, machine, training=training, scripted=scripted, check_only=True)
-        if any(not spares_report(problem) for problem in findings.problems):
+        if any(problem.key not in MEMORY_KEYS for problem in findings.problems):
             raise ConfigError(findings.problems)
         if findings.problems:
             print(ConfigError(findings.problems), file=sys.stderr, flush=True)

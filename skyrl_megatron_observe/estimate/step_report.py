@@ -62,9 +62,10 @@ class RunEstimate:
         """Estimate a run. ``tables``: role → its parameters, of all roles."""
         measured = StepsSoFar.of(cfg)
         lengths = step_lengths(cfg, measured.steps)
-        models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=hardware.is_cpu) for role in active_roles(cfg)}
+        on_cpu = hardware.is_cpu
+        models = {role: RoleModel.of(cfg, role, tables[role], on_cpu=on_cpu) for role in active_roles(cfg)}
         found = cls(cfg, hardware, models, lengths, measured, None)
-        if hardware.gpu is None and not hardware.is_cpu:
+        if hardware.gpu is None and not on_cpu:
             return found
         return dataclasses.replace(found, step=found.estimate(lengths.prompts, lengths.responses))
 

@@ -45,9 +45,9 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
         yield "# the run, without environments, evaluation and checkpoints"
         yield from estimate.totals()
         yield ""
-    if not hardware.is_cpu and complete:
+    if (budget := _budget(cfg, tables, hardware)) is not None:
         yield "# memory: the GPU or node with the least room (--show-config: all)"
-        yield from report_lines(Budget.of(cfg, tables, hardware))
+        yield from report_lines(budget)
         yield ""
     for role in active_roles(cfg):
         yield from _role(cfg, role, tables.get(role), hardware)
@@ -64,11 +64,17 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
 
 def details(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
     """Yield what ``--show-config`` adds: the memory of the other phases."""
-    tables = parameter_tables(cfg)
-    if not hardware.is_cpu and set(tables) == set(active_roles(cfg)):
+    if (budget := _budget(cfg, parameter_tables(cfg), hardware)) is not None:
         yield ""
         yield "# memory of the other phases: the fullest GPU of each, and a node"
-        yield from other_lines(Budget.of(cfg, tables, hardware))
+        yield from other_lines(budget)
+
+
+def _budget(cfg: SkyRLTrainConfig, tables: dict[str, ParameterTable], hardware: Hardware) -> Budget | None:
+    """Return the memory of GPUs and nodes; None without GPUs, or if a model is unknown."""
+    if hardware.is_cpu or set(tables) != set(active_roles(cfg)):
+        return None
+    return Budget.of(cfg, tables, hardware)
 
 
 def _role(cfg: SkyRLTrainConfig, role: str, table: ParameterTable | None, hardware: Hardware) -> Iterator[str]:

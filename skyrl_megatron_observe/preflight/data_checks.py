@@ -337,6 +337,8 @@ def _open(run: PlannedRun, key: str, name: str) -> tuple[Rows | None, list[Probl
             return None, [
                 NotChecked(f"{key}={name}", "the file does not exist; the script may supply other data sets")
             ]
+        if run.check_only and run.hardware.elsewhere:
+            return None, [NotChecked(f"{key}={name}", "no such file here: rows, lengths and steps are not checked")]
         hint = "; create it with skyrl-megatron prepare gsm8k" if "gsm8k" in name else ""
         return None, [Problem(key, name, f"no such file{hint}")]
     if path.suffix.lower() not in READERS:

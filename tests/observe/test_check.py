@@ -136,17 +136,19 @@ def test_what_does_not_fit_is_shown_after_the_problems(run_args, capsys):
 
 
 def test_without_data_the_rest_is_shown(run_args, capsys):
-    """Layout, memory and time need no data; the steps of the run do, and say so."""
+    """Layout, memory and time need no data; the steps of the run do, and say so. On this machine it is a mistake."""
     from skyrl_megatron.config.hardware import Hardware
     from skyrl_megatron.entrypoints import check
 
-    args = [*run_args, "trainer.logger=console", "data.train_data=[/nowhere/rows.parquet]"]
-    assert check.run([*args, "--gpu", "h100"], Hardware(1, 1)) == 2
-    out, err = capsys.readouterr()
-    assert "data.train_data=/nowhere/rows.parquet: no such file" in err and "it can run" not in out
+    args = [*run_args, "trainer.logger=console", "data.train_data=[/nowhere/rows.parquet]", "--gpu", "h100"]
+    assert check.run(["--check=1x1", *args]) == 0
+    out = capsys.readouterr().out
+    assert "data.train_data=/nowhere/rows.parquet: no such file here: rows, lengths and steps are not checked" in out
     assert "steps: known once data.train_data can be read, or with trainer.max_training_steps; 100 of them: " in out
-    assert check.run([*args, "--gpu", "h100", "trainer.max_training_steps=7"], Hardware(1, 1)) == 2
+    assert check.run(["--check=1x1", *args, "trainer.max_training_steps=7"]) == 0
     assert "steps: 7 (trainer.max_training_steps=7, if the data is enough): " in capsys.readouterr().out
+    assert check.run(args, Hardware(1, 1)) == 2
+    assert "data.train_data=/nowhere/rows.parquet: no such file" in capsys.readouterr().err
 
 
 def test_memory_of_the_tightest_phase_alone(run_args, capsys):
