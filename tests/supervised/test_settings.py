@@ -46,8 +46,8 @@ def test_the_report_names_nothing_that_samples(check):
     keys = ("sft.max_length=512", "trainer.placement.policy_num_gpus_per_node=2")
     code, out, err = check(*keys, machine=machine)
     assert code == 0, err
-    assert "64 rows of at most 512 tokens" in out and "if every sequence has 512 tokens, on H100" in out
-    assert "policy training, rank 0" in out and "each on 64 sequences = dp 2 · 32" in out
+    assert "64 rows of at most 512 tokens" in out and "if every sequence has 512 tokens" in out
+    assert "policy training, rank 0" in out
     said = out.partition("# policy")[2]
     assert [word for word in ("engine", "KV cache", "sync", "prompt", "response", "sampl") if word in said] == []
 
