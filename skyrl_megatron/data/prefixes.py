@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-_FIRST_BLOCK, _LARGEST_BLOCK = 64, 1024
+_FIRST_BLOCK, _LARGEST_BLOCK = 64, 256
 """Tokens that are compared at a time: most rows that do not share a long prefix differ soon."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,11 +13,9 @@ from skyrl_megatron.config.roles import is_frozen, trains_draft
 from skyrl_megatron.config.rules.exact_rules import uses_local_layers
 from skyrl_megatron.config.rules.exchange_rules import HYBRID_EP, OVERLAP
 from skyrl_megatron.config.schema.models import AUTO
-from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE, HfModel, read_hf_model, with_rotary
+from skyrl_megatron.runtime.model.description import HfModel, read_hf_model, with_rotary
 
 if TYPE_CHECKING:
-    from megatron.core.transformer import TransformerConfig
-
     from skyrl_megatron.config import MegatronConfig, SkyRLTrainConfig
 
 FUSED_GRADIENTS = "gradient_accumulation_fusion"
@@ -79,29 +76,6 @@ def transformer_kwargs(cfg: SkyRLTrainConfig, role: str) -> dict[str, Any]:
     if fields.get("moe_flex_dispatcher_backend") == HYBRID_EP:  # micro-batches of the ranks differ in length
         fields.setdefault("moe_hybridep_pad_uneven_dispatch_inputs", True)
     return fields
-
-
-def unshared_prefixes(
-    cfg: SkyRLTrainConfig, role: str, config: TransformerConfig, planners: Sequence[str]
-) -> str | None:
-    """Return why a role cannot compute tokens that rows share once (``trainer.share_prefixes``); None if it can.
-
-    ``planners``: names of the parts that change the plan of micro-batches.
-    """
-    dropout = config.attention_dropout or config.hidden_dropout or config.moe_input_jitter_eps
-    adapters = role == "policy" and cfg.trainer.policy.model.lora.dropout
-    reasons = {
-        "trainer.exact_rollouts computes each row as the engine does": cfg.trainer.exact_rollouts,
-        "trainer.use_sample_packing=false pads rows": not cfg.trainer.use_sample_packing,
-        "Transformer Engine's attention cannot": config.transformer_impl == TRANSFORMER_ENGINE,
-        "with seq_aux_loss a token counts for one row": "seq_aux_loss" in config.moe_router_load_balancing_type,
-        "a draft head predicts the token after the next, of which there are several": trains_draft(cfg, role),
-        f"{OVERLAP} skips the hooks of routers": getattr(config, OVERLAP),
-        "dropout differs by row": dropout or adapters,
-        "experts with a capacity drop tokens": config.moe_expert_capacity_factor,
-        **{f"the part {name!r} plans micro-batches by rows": True for name in planners},
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def ddp_config(megatron: MegatronConfig) -> DistributedDataParallelConfig:

@@ -20,6 +20,7 @@ from skyrl_megatron.config.roles import (
     is_frozen,
     parallel_config,
 )
+from skyrl_megatron.config.rules.megatron_rules import unshared_prefixes
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -28,7 +29,6 @@ from skyrl_megatron.runtime.engine_settings import (
     hf_model,
     parameter_dtype,
     transformer_kwargs,
-    unshared_prefixes,
 )
 from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
@@ -137,10 +137,19 @@ class TrainedModel:
         wanted = self.cfg.trainer.share_prefixes
         if wanted == "never":
             return False
-        planners = [part.name for part in self.parts if type(part).plan is not RankPart.plan]
-        if reason := unshared_prefixes(self.cfg, self.role, self.model.config, planners):
+        reasons = unshared_prefixes(self.cfg, self.role)
+        if self.model.config.transformer_impl == TRANSFORMER_ENGINE:
+            reasons.append("Transformer Engine's attention cannot")
+        reasons += [
+            f"the part {part.name!r} plans micro-batches by rows"
+            for part in self.parts
+            if type(part).plan is not RankPart.plan
+        ]
+        if reasons:
             if wanted == "always":
-                raise ConfigError([Problem("trainer.share_prefixes", wanted, f"{reason}: set it to auto or never")])
+                raise ConfigError(
+                    [Problem("trainer.share_prefixes", wanted, f"{reasons[0]}; or set it to auto or never")]
+                )
             return False
         for chunk in self.model.chunks:
             count_copies(chunk)

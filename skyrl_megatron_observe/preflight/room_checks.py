@@ -105,9 +105,12 @@ def _disk(wanted: Wanted, *, here: bool) -> Iterator[Problem | NotChecked]:
     try:
         while not existing.exists():
             existing = existing.parent
-        free = shutil.disk_usage(existing).free
+        usage = shutil.disk_usage(existing)
     except OSError:  # reported by the check of folders
         return
+    if not usage.total:  # no file system that keeps files, which that check reports too
+        return
+    free = usage.free
     if free >= wanted.nbytes:
         return
     why = f"{wanted.text}, and {gigabytes(free)} are free there"
@@ -127,7 +130,7 @@ def written(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], *, on_c
         if trainer.max_ckpts_to_keep > 0:  # the oldest is removed when the next one is complete
             number = min(number, trainer.max_ckpts_to_keep + 1) if steps else trainer.max_ckpts_to_keep + 1
         if not is_address(trainer.ckpt_path):
-            number = max(number - len(list(Path(trainer.ckpt_path).glob("global_step_*"))), 1)
+            number = max(number - _saved(Path(trainer.ckpt_path)), 1)
         text = f"a checkpoint takes {gigabytes(one)}, {number} at a time {gigabytes(number * one)}"
         yield Wanted("trainer.ckpt_path", trainer.ckpt_path, number * one, text)
     if trainer.hf_save_interval > 0:
@@ -140,6 +143,13 @@ def written(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], *, on_c
         size = row_bytes(cfg, tables["policy"])
         text = f"the journal of a step's samples takes up to {gigabytes(size)}"
         yield Wanted(key, folder, size, text)
+
+
+def _saved(folder: Path) -> int:
+    try:
+        return len(list(folder.glob("global_step_*")))
+    except OSError:  # such as a name that is too long, which the check of folders reports
+        return 0
 
 
 def checkpoint_bytes(cfg: SkyRLTrainConfig, role: str, table: ParameterTable, *, on_cpu: bool) -> int:

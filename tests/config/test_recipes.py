@@ -102,6 +102,7 @@ def test_a_recipe_of_pairs_fits_with_room(models, recipe, tmp_path, capsys):
     (tmp_path / "pairs.jsonl").write_text("\n".join([row] * 256))
     words = [f"model={models[1](QWEN3_30B_A3B)}", f"data.train_data=['{tmp_path}/pairs.jsonl']", "data.val_data=[]"]
     words += [f"--check={machine[1]}", "--gpu", "80GB", "--host-memory", machine[2], "trainer.logger=console"]
+    words.append("--show-config")  # the memory of all phases
     assert cli.main(["dpo", "--recipe", recipe, *words]) == 0, capsys.readouterr().err
     rooms = re.findall(r"^(.+): .* of .*, (\S+) GB free$", capsys.readouterr().out, re.MULTILINE)
     assert len(rooms) >= 3 and all(float(room) > ROOM_GB for _, room in rooms), rooms
@@ -166,7 +167,8 @@ def check_batch(config, nodes, out):
     replicas = hosts * gpus // split
     if "sft" in config:
         batch, longest = trainer["train_batch_size"], config["sft"]["max_length"]
-        assert f"{batch} rows of at most {longest} tokens" in out and "engines" not in out
+        said = out.partition("\ndata:")[0]  # the resolved configuration follows
+        assert f"{batch} rows of at most {longest} tokens" in said and "engines" not in said
         step = f"each on {batch} sequences = dp {replicas} · {batch // replicas}"
         assert f"policy: 1 optimizer steps ({batch}/{batch} · 1 epochs), {step}" in out
         return

@@ -897,3 +897,25 @@ def test_all_problems_at_once():
     keys = {problem.key for problem in found}
     assert {f"{A}use_kl_in_reward", f"{M}tensor_model_parallel_size", f"{E}num_engines"} <= keys
     assert all(problem.fix for problem in found)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["trainer.use_sample_packing=false"], "use_sample_packing=true"),
+        ([f"{M}moe_router_load_balancing_type=seq_aux_loss"], "remove seq_aux_loss"),
+        ([f"{M}transformer_config_kwargs.hidden_dropout=0.1"], "remove"),
+        (["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.dropout=0.1"], "lora.dropout=0"),
+    ],
+)
+def test_shared_prefixes_say_what_they_cannot(args, words):
+    """With ``always`` each reason is an error before the start; with ``auto`` rows are then computed separately."""
+    shared = [*args, "trainer.max_tokens_per_microbatch=1024"]
+
+    def found(value):
+        every = problems(*shared, f"trainer.share_prefixes={value}", hardware=Hardware(0))
+        return [p for p in every if p.key == "trainer.share_prefixes"]
+
+    [problem] = found("always")
+    assert words in problem.fix and "auto or never" in problem.fix
+    assert not found("auto")

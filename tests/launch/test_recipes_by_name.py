@@ -42,7 +42,7 @@ OF_SFT = "qwen3-30b-a3b-sft, qwen3-30b-a3b-sft-lora, or the path of a YAML file"
         ("sft --recipe", f"--recipe=: give a name. Use one of {OF_SFT}"),
         ("sft --recipe model=org/m", f"--recipe=: give a name. Use one of {OF_SFT}"),
         ("sft --recipe=none", f"--recipe=none: no such recipe. Use one of {OF_SFT}"),
-        ("dpo --check --recipe", "--recipe=: give a name. Use the path of a YAML file"),
+        ("dpo --check --recipe", "--recipe=: give a name. Use one of qwen3-30b-a3b-dpo-lora, or the path of a YAML"),
         ("reward --recipe ./none.yaml", "--recipe=./none.yaml: no such file"),
         ("evaluate --recipe embedded-muon", "as only this does: skyrl-megatron train --recipe embedded-muon"),
         ("train --recipe=tiny-moe-cpu --recipe=kimi-k2", "give one recipe"),

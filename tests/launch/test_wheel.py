@@ -149,7 +149,8 @@ def test_a_recipe_of_large_gpus_is_checked(home, tmp_path):
     model = write_whole_folder(tmp_path / "model", QWEN3_30B_A3B)
     rows = write_sums(tmp_path / "rows.parquet", 256)
     words = ["--recipe", "qwen3-30b-a3b-2x8", f"model={model}", f"data.train_data=['{rows}']", "data.val_data=[]"]
-    out = ran(home, "train", *words, "--check=2x8", "--gpu", "h100", "--host-memory", "1TB", "trainer.logger=console")
+    shared = [f"trainer.{name}_path=/shared/{name}" for name in ("log", "ckpt", "export")]
+    out = ran(home, "train", *words, "--check=2x8", "--gpu", "h100", "--host-memory", "1TB", *shared)
     assert "it can run on" in out and "# memory" in out
     assert "Use one of qwen3-30b-a3b-sft, " in ran(home, "sft", "--recipe", code=2)
 

@@ -26,8 +26,15 @@ def extras_of(path):
     return [found[number][2] for number in range(len(found))]
 
 
+LARGE = [pytest.mark.slow, pytest.mark.process]  # all cores read the rows of large files
+
+
 @pytest.mark.parametrize(
-    "filler", [pytest.param(0, id="small"), pytest.param(40_000, id="larger than a block", marks=pytest.mark.slow)]
+    "filler",
+    [
+        pytest.param(0, id="small"),
+        pytest.param(40_000, id="larger than a block", marks=LARGE),
+    ],
 )
 @pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 def test_values_are_as_written_whatever_the_size(tmp_path, suffix, filler):

@@ -320,22 +320,24 @@ def test_a_critics_values(ranks, folder, branching):
 
 
 def siblings_see_each_other():
-    """A segment's keys are also those of the segment packed before it."""
+    """A segment's queries also see the keys of the segment packed before it, if both follow the same one."""
     from unittest import mock
 
+    import torch
+
     from skyrl_megatron.runtime.model import attention
+    from skyrl_megatron.runtime.model.sink_attention import Piece
 
-    def before(lengths, segments):
-        paths, start = right(lengths, segments), 0
-        for number, length in enumerate(lengths):
-            if number and segments is not None and segments[number][0] == segments[number - 1][0] >= 0:
-                paths[number] = (*paths[number], (start - lengths[number - 1], segments[number - 1][1]))
-            start += length
-        return paths
+    def pieces(lengths, segments, *where):
+        starts, wrong = [0, *np.cumsum(lengths).tolist()], []
+        for number in range(1, len(segments)):
+            if segments[number][0] == segments[number - 1][0] >= 0:
+                queries, keys = (torch.arange(starts[n], starts[n + 1]) for n in (number, number - 1))
+                wrong.append(Piece(queries, keys, (1, len(queries), len(keys)), causal=False))
+        return (*right(lengths, segments, *where), *wrong)
 
-    right = attention._before
-    attention.attention_plan.cache_clear()
-    return mock.patch.object(attention, "_before", before)
+    right = attention.path_pieces
+    return mock.patch.object(attention, "path_pieces", pieces)
 
 
 def position_after_a_branch_is_one_more():
@@ -358,16 +360,18 @@ def shared_keys_learn_from_one_segment():
     """The gradient of keys and values reaches them through the queries of their own segment only."""
     from unittest import mock
 
-    from skyrl_megatron.runtime.model.attention import PackedAttention
+    from skyrl_megatron.runtime.model import attention
 
-    right = PackedAttention._attend_group
+    class OfOwnSegment(attention.JoinedAttention):
+        @staticmethod
+        def backward(ctx, *gradients):
+            d_query, d_key, d_value, *rest = right(ctx, *gradients)
+            ctx.pieces = [piece for piece in ctx.pieces if not piece.causal]
+            _, of_others, values_of_others, *_ = right(ctx, *gradients)
+            return d_query, d_key - of_others, d_value - values_of_others, *rest
 
-    def attend(self, query, key, value, group, choose):
-        if group.mask is not None:
-            key, value = key.detach(), value.detach()
-        return right(self, query, key, value, group, choose)
-
-    return mock.patch.object(PackedAttention, "_attend_group", attend)
+    right = attention.JoinedAttention.backward
+    return mock.patch.object(attention, "JoinedAttention", OfOwnSegment)
 
 
 def routes_of_the_wrong_row():

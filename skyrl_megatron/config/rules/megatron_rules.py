@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyrl_megatron.config.roles import is_frozen, role_world_size
-from skyrl_megatron.config.rules.exchange_rules import exchange_problems
+from skyrl_megatron.config.rules.exchange_rules import OVERLAP, exchange_problems
 from skyrl_megatron.config.rules.passthrough import megatron_key_problems
 from skyrl_megatron.config.schema.algorithm import OPTIMIZER_DTYPES
 from skyrl_megatron.config.schema.models import AUTO, DEFAULT_TRANSFORMER_CONFIG_KWARGS
@@ -118,11 +118,44 @@ def megatron_problems(
     yield from _indexer(megatron.transformer_config_kwargs, section, hf)
     if role == "policy" and megatron.mtp.train:
         yield from _draft(cfg, section)
+    if role == "policy" and cfg.trainer.share_prefixes == "always":
+        local = megatron.transformer_config_kwargs.get("transformer_impl") == "local"
+        reasons = unshared_prefixes(cfg, role)
+        if not (hardware.is_cpu or local):
+            reasons.append(f"needs our own layers: set {section}transformer_config_kwargs.transformer_impl=local")
+        for reason in reasons:
+            yield Problem("trainer.share_prefixes", "always", f"{reason}; or set it to auto or never")
     world = role_world_size(cfg.trainer.placement, role)
     outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
     if outside:
         fix = f"the {role} has ranks 0 to {world - 1}: choose from these"
         yield Problem(f"{section}torch_profiler_config.ranks", outside, fix)
+
+
+def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
+    """Return the settings with which a role cannot compute tokens once that rows share, and what to do."""
+    section = f"trainer.{role}.megatron_config."
+    megatron, trainer = getattr(cfg.trainer, role).megatron_config, cfg.trainer
+    options = megatron.transformer_config_kwargs
+    dropout = [name for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps") if options.get(name)]
+    balancing = megatron.moe_router_load_balancing_type
+    wrong = {
+        "the engine computes each row by itself: set trainer.exact_rollouts=false": trainer.exact_rollouts,
+        NEEDS_PACKING: not trainer.use_sample_packing,
+        f"a token would count for one row: remove seq_aux_loss of {section}moe_router_load_balancing_type": (
+            "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
+        ),
+        f"a draft head predicts the token after the next, of which there are several: set {section}mtp.train=false": (
+            role == "policy" and megatron.mtp.train
+        ),
+        f"skips the hooks of routers: remove {section}transformer_config_kwargs.{OVERLAP}": options.get(OVERLAP),
+        f"dropout differs by row: remove {section}transformer_config_kwargs.{next(iter(dropout), '')}": dropout,
+        "dropout differs by row: set trainer.policy.model.lora.dropout=0": (
+            role == "policy" and trainer.policy.model.lora.dropout
+        ),
+        f"micro-batches are planned by rows: set {section}moe_balance_experts=false": megatron.moe_balance_experts,
+    }
+    return [fix for fix, holds in wrong.items() if holds]
 
 
 def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> Iterator[Problem]:

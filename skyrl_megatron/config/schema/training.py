@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from skyrl_megatron.config.fields import (
     Bounds,
@@ -203,7 +203,7 @@ class TrainerConfig(BaseConfig):
     does not count in `max_ckpts_to_keep`, and is named by `ckpt_path/best_ckpt.json`."""
     max_tokens_per_microbatch: Annotated[int, Bounds(1, also=(-1,))] = -1
     """Maximum number of tokens of packed sequences in a micro-batch. -1: use `micro_*_batch_size_per_gpu`."""
-    share_prefixes: Literal["auto", "always", "never"] = "never"
+    share_prefixes: Annotated[str, OneOf("auto", "always", "never")] = "never"
     """Compute tokens once that several rows of a micro-batch begin with, such as the prompt of a group's samples or
     the calls before an agent's next one. Log-probs, losses and gradients are those of separate rows, to rounding.
     Set `max_tokens_per_microbatch`, which then counts such tokens once. `auto`: where the model's layers can."""

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from skyrl_megatron.algorithms import exact_ops
 from skyrl_megatron.runtime.model.rotary import rotate
-from skyrl_megatron.runtime.model.sink_attention import Pack, SinkAttention
+from skyrl_megatron.runtime.model.sink_attention import JoinedAttention, Pack, Piece, SinkAttention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -352,6 +352,32 @@ def _group(pieces: list[_QueryChunk], cp: int, window: int | None, device: torch
     )
 
 
+@lru_cache(maxsize=64)
+def path_pieces(
+    lengths: tuple[int, ...], segments: Segments, cp: int, rank: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Piece, ...]:
+    """Return the pieces of a pack of segments: each with its own keys, and all that follow a segment with its keys."""
+    pieces = []
+    for group in attention_plan(lengths, cp, rank, None, device).groups:
+        n, q, _ = group.shape
+        mask = None
+        if group.mask is not None:
+            mask = torch.zeros(group.mask.shape, dtype=dtype, device=device).masked_fill_(~group.mask, -torch.inf)
+        kept = group.kept if len(group.kept) < n * q else None
+        pieces.append(Piece(group.query_index, group.key_index, group.shape, mask is None, mask, kept))
+    followers: dict[int, list[int]] = {}
+    for number, (parent, _) in enumerate(segments):
+        while parent >= 0:
+            followers.setdefault(parent, []).append(number)
+            parent = segments[parent][0]
+    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    for segment, numbers in followers.items():
+        queries = torch.cat([torch.arange(starts[n] // cp, starts[n + 1] // cp) for n in numbers]).to(device)
+        keys = slice(starts[segment], starts[segment] + segments[segment][1])
+        pieces.append(Piece(queries, keys, (1, len(queries), segments[segment][1]), causal=False))
+    return tuple(pieces)
+
+
 class KeySelection(NamedTuple):
     """The keys that the queries of a group attend to, and the scores that selected them if the indexer is trained."""
 
@@ -437,9 +463,14 @@ class PackedAttention(torch.nn.Module):
         # the kernel has no context parallelism, no selection of keys and no float32
         if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
             return self._varlen(query, key, value, packed_seq_params)
-        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, segments)
         key = gather_tokens(key, lengths, cp, shared_loss=False)
         value = gather_tokens(value, lengths, cp, shared_loss=False)
+        if segments is not None and choose is None and self.window is None and not query.is_cuda:
+            pieces = path_pieces(lengths, segments, cp.size(), cp.rank(), query.dtype, query.device)
+            joined = JoinedAttention.apply(query, key, value, self.softmax_offset, pieces, self.scale)  # type: ignore[no-untyped-call]
+            out: Tensor = joined.flatten(1)
+            return out
+        plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, segments)
         results = [self._attend_group(query, key, value, group, choose) for group in plan.groups]
         out = results[0] if len(results) == 1 else torch.cat(results)
         return out if plan.order is None else out.index_select(0, plan.order)

@@ -7,10 +7,15 @@ gradients of queries, keys and values, because the sink's value is zero. The sin
 ``−exp(s − L') rowsum(dO · O)``.
 
 No [heads, queries, keys] tensor exists, and keys and values are not repeated for the queries of their group.
+
+The same identity joins attention over parts of the keys (:class:`JoinedAttention`): with ``L'`` of all parts, the
+backward pass of each part gives its share of the gradients. So queries of several segments of a pack see the keys of
+the segment before them without a copy for each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,3 +110,126 @@ class SinkAttention(torch.autograd.Function):
         products = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1).mT  # [heads, p]
         share = (sinks.to(total.dtype)[:, None] - total).exp()
         return *found, -(share * products).sum(1).to(sinks.dtype), None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """Queries of a pack and some of the keys that they see: n batches of q queries and k keys."""
+
+    queries: Tensor
+    """[n · q] int64 into the rank's tokens; the last real one is repeated as padding."""
+    keys: Tensor | slice
+    """[n · k] int64 into the tokens of all cp ranks."""
+    shape: tuple[int, int, int]
+    """n, q, k."""
+    causal: bool
+    """Whether query i sees the keys up to i, of as many keys as queries."""
+    mask: Tensor | None = None
+    """[n, 1, q, k]: 0 for keys that a query sees, else -inf. None: all of them, or as ``causal`` says."""
+    kept: Tensor | None = None
+    """[r] int64: which of the n · q queries are real. None: all."""
+
+    def batch(self, rows: Tensor, of: Tensor | slice, length: int) -> Tensor:
+        """Return [n, heads, length, …] of ``rows`` [p, heads, …]."""
+        taken = rows[of] if isinstance(of, slice) else rows.index_select(0, of)
+        batch: Tensor = taken.unflatten(0, (self.shape[0], length)).transpose(1, 2)
+        return batch
+
+    def inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value as the kernel takes them, [n, heads, q or k, d]: of equal heads and sizes."""
+        _, q, k = self.shape
+        queries = self.batch(query, self.queries, q)
+        keys, values = (
+            self.batch(x, self.keys, k).repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value)
+        )
+        if missing := query.shape[-1] - value.shape[-1]:
+            values = torch.nn.functional.pad(values, (0, missing))
+        return queries, keys, values
+
+    def real(self, batch: Tensor) -> Tensor:
+        """Return the real queries' values [r, heads, …] of [n, heads, q, …]."""
+        rows = batch.transpose(1, 2).flatten(0, 1)
+        return rows if self.kept is None else rows.index_select(0, self.kept)
+
+    def padded(self, rows: Tensor) -> Tensor:
+        """Return [n, heads, q, …] of the real queries' values [r, heads, …]; 0 for padding."""
+        n, q, _ = self.shape
+        if self.kept is not None:
+            rows = rows.new_zeros(n * q, *rows.shape[1:]).index_copy_(0, self.kept, rows)
+        batch: Tensor = rows.unflatten(0, (n, q)).transpose(1, 2)
+        return batch
+
+    @property
+    def rows(self) -> Tensor:
+        """[r] int64: the real queries."""
+        return self.queries if self.kept is None else self.queries.index_select(0, self.kept)
+
+
+class JoinedAttention(torch.autograd.Function):
+    """Attention over the keys of all pieces, on the CPU. ``apply(query, key, value, sinks, pieces, scale)`` returns
+    [p, heads, value size].
+
+    ``query``: [p, heads, d]; ``key``, ``value``: [P, kv heads, d or value size]; ``sinks``: [heads] or None. Every
+    query is in a piece.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        pieces: Sequence[Piece],
+        scale: float,
+    ) -> Tensor:
+        """Return [p, heads, value size], in the dtype of ``query``."""
+        width, precise = value.shape[-1], torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros(*query.shape[:2], width, dtype=precise)
+        total = query.new_full(query.shape[:2], -torch.inf, dtype=precise)
+        for piece in pieces:
+            attended, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *piece.inputs(query, key, value), 0.0, piece.causal, attn_mask=piece.mask, scale=scale
+            )
+            part, of_part, rows = piece.real(attended)[..., :width], piece.real(logsumexp), piece.rows
+            before = total.index_select(0, rows)
+            after = torch.logaddexp(before, of_part)
+            joined = out.index_select(0, rows) * (before - after).exp()[..., None]
+            out.index_copy_(0, rows, joined + part * (of_part - after).exp()[..., None])
+            total.index_copy_(0, rows, after)
+        if sinks is not None:
+            after = torch.logaddexp(total, sinks.to(precise))
+            out, total = out * (total - after).exp()[..., None], after
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, total)
+        ctx.pieces, ctx.scale = pieces, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query [p, heads, d], key, value [P, kv heads, …] and sinks [heads]."""
+        query, key, value, sinks, out, total = ctx.saved_tensors
+        gradient, width = gradients[0], value.shape[-1]
+        sums = [torch.zeros_like(x) for x in (query, key, value)]
+        groups, repeats = key.shape[1], query.shape[1] // key.shape[1]
+        missing = query.shape[-1] - width
+        for piece in ctx.pieces:
+            of_out = [torch.nn.functional.pad(x, (0, missing)) if missing else x for x in (gradient, out)]
+            rows = piece.rows
+            of_rows = [piece.padded(x.index_select(0, rows)).contiguous() for x in (*of_out, total)]
+            inputs = piece.inputs(query, key, value)
+            d_query, d_key, d_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                of_rows[0], *inputs, of_rows[1], of_rows[2], 0.0, piece.causal, attn_mask=piece.mask, scale=ctx.scale
+            )
+            sums[0].index_add_(0, rows, piece.real(d_query))
+            for added, d_part in ((sums[1], d_key), (sums[2], d_value[..., :width])):
+                d_rows = d_part.unflatten(1, (groups, repeats)).sum(2).transpose(1, 2).flatten(0, 1)
+                if isinstance(piece.keys, slice):
+                    added[piece.keys] += d_rows
+                else:
+                    added.index_add_(0, piece.keys, d_rows)
+        d_sinks = None
+        if sinks is not None:
+            products = (gradient.to(total.dtype) * out.to(total.dtype)).sum(-1)
+            d_sinks = -((sinks.to(total.dtype) - total).exp() * products).sum(0).to(sinks.dtype)
+        return *sums, d_sinks, None, None

@@ -67,7 +67,7 @@ def fake_cuda(topk: int = 1) -> Iterator[FakeTensorMode]:
 
     from skyrl_megatron import device
     from skyrl_megatron.runtime import cpu_patches as megatron_patches
-    from skyrl_megatron.runtime import softmax
+    from skyrl_megatron.runtime import logprobs
 
     get_torch_obj_rule_map()  # torch.compile looks functions up by identity: in a table of the originals
     torch._C._ensureCUDADeviceGuardSet()  # FakeTensorMode does it where there is no GPU
@@ -109,7 +109,7 @@ def fake_cuda(topk: int = 1) -> Iterator[FakeTensorMode]:
     places += [(torch, "get_rng_state", lambda: torch.empty(0)), (torch, "set_rng_state", _none)]
     places += [(torch.nn.Module, "to", _moved), (torch.autograd.Function, "apply", classmethod(_remembered))]
     places += [(token_dispatcher, "maybe_move_tensor_to_cpu", move), (device, "has_cuda", lambda: True)]
-    places += [(softmax, "_triton", _none)]
+    places += [(logprobs, "_triton", _none)]
     with contextlib.ExitStack() as stack:
         for owner, name, value in places:
             stack.callback(setattr, owner, name, inspect.getattr_static(owner, name))
