@@ -66,9 +66,9 @@ def step_lengths(cfg: SkyRLTrainConfig, recorded: list[dict[str, Any]] | None = 
     rows, taught = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt, supervised(cfg)
     limit = cfg.generator.sampling_params.max_generate_length if taught is None else taught.max_length
     prompt = max(cfg.trainer.max_prompt_length // 2, 1) if taught is None else 0
-    told = cfg.trainer.expected_lengths
-    if told is not None:
-        responses, source = _told(told, limit, rows)
+    setting = cfg.trainer.expected_lengths
+    if setting is not None:
+        responses, source = _from_setting(setting, limit, rows)
     elif recorded and (measured := _measured(recorded, rows)):
         mean, spread, sequence = measured
         responses, source = (
@@ -104,19 +104,19 @@ def _measured(lines: list[dict[str, Any]], rows: int) -> tuple[float, float, flo
     return response, math.sqrt(math.log1p((deviation / response) ** 2)) or SPREAD, tokens / rows
 
 
-def _told(told: str, limit: int, rows: int) -> tuple[np.ndarray, str]:
+def _from_setting(setting: str, limit: int, rows: int) -> tuple[np.ndarray, str]:
     """Return responses, [rows], by the setting, and their source."""
-    path = Path(os.path.expanduser(told))
+    path = Path(os.path.expanduser(setting))
     if path.suffix == ".jsonl" and path.is_file():
         lines: list[dict[str, Any]] = read_metrics(path)[-RECENT:]
         if measured := _measured(lines, rows):
-            return log_normal(measured[0], limit, rows, measured[1]), f"as the run of {told}"
+            return log_normal(measured[0], limit, rows, measured[1]), f"as the run of {setting}"
     elif path.is_file():
         numbers = [float(word) for word in path.read_text().split() if word.replace(".", "", 1).isdigit()]
         if numbers:
             drawn = np.random.default_rng(0).choice(np.clip(numbers, 1, limit), rows)
-            return drawn.astype(np.int64), f"drawn from {told}"
-    elif told.replace(".", "", 1).isdigit() and 1 <= float(told) <= limit:
-        return log_normal(float(told), limit, rows), f"responses of {float(told):,.0f} tokens on average"
+            return drawn.astype(np.int64), f"drawn from {setting}"
+    elif setting.replace(".", "", 1).isdigit() and 1 <= float(setting) <= limit:
+        return log_normal(float(setting), limit, rows), f"responses of {float(setting):,.0f} tokens on average"
     fix = f"give a number of tokens up to {limit}, a file with such numbers, or the metrics.jsonl of a run"
-    raise ConfigError([Problem(KEY, told, fix)])
+    raise ConfigError([Problem(KEY, setting, fix)])

@@ -47,7 +47,7 @@ def test_the_report_names_nothing_that_samples(check):
     code, out, err = check(*keys, machine=machine)
     assert code == 0, err
     assert "64 rows of at most 512 tokens" in out and "if every sequence has 512 tokens" in out
-    assert "policy training, rank 0" in out
+    assert "policy training, rank 0" in out and "each on 64 sequences = dp 2 · 32" in out
     said = out.partition("# policy")[2]
     assert [word for word in ("engine", "KV cache", "sync", "prompt", "response", "sampl") if word in said] == []
 
