@@ -1,13 +1,14 @@
 """Forward and backward with shared prefixes against separate rows, on the CPU.
 
-    python benchmarks/run.py shared_prefixes [--rounds 3]
+    python benchmarks/run.py shared_prefixes [--rounds 3] [--paper]
 
 One process, one thread, Qwen3-MoE with hidden size 512, 4 layers and 32 experts, fp32. The same engine, weights and
 rows on both sides; losses and gradients are compared before anything is timed. Cases: 16 answers of 256 tokens to a
 prompt of 1,024; 24 calls of an agent over a context of 4,096, each with 256 tokens of its own; rows that share
 nothing. Micro-batches have up to 20,480 tokens on both sides, so that the first case is one of them. Times are of the
 processor. Memory is that of the tensors that autograd keeps for the backward pass of the largest micro-batch. The
-planner is timed on 4,096 rows of 8,192 tokens, 16 to a prompt of 1,024.
+planner is timed on 4,096 rows of 8,192 tokens, 16 to a prompt of 1,024. ``--paper``: both cases for Qwen3-30B-A3B on
+8 H100, by the formulas of ``--check``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--paper", action="store_true", help="measure nothing: passes and activations on paper")
     args = parse(parser, rounds=1)
+    if args.paper:
+        on_paper()
+        return
 
     import torch
     import torch.distributed as dist
@@ -173,6 +178,52 @@ def plan(rows: int, samples: int, length: int) -> None:
         PrefixTree.of(lengths[order], shared)
         times.append(time.process_time() - start)
     print(f"planner   {rows} rows of {length} tokens: {1e3 * statistics.median(times):.0f} ms of processor time")
+
+
+def on_paper() -> None:
+    """Print the line of ``--check`` for both cases: steps of 64 prompts, responses all of one length."""
+    import dataclasses
+    import json
+    import warnings
+
+    import numpy as np
+    from gpu_train import QWEN3_30B_A3B
+    from step_on_paper import ROOT
+
+    from bridges.plan import Plan
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.config.hardware import GPU_TYPES, Hardware
+    from skyrl_megatron.config.load import parse
+    from skyrl_megatron_observe.estimate.memory_parameters import ParameterTable
+    from skyrl_megatron_observe.estimate.step_report import RunEstimate
+
+    warnings.simplefilter("ignore")
+    table = ParameterTable(Plan.of(QWEN3_30B_A3B))
+    hardware = Hardware(8, 1, gpu="H100", gpu_bytes=(GPU_TYPES["H100"].mib or 0) << 20, elsewhere=True)
+    for name in ("group", "agent"):
+        rows, prompt, answer = CASES[name]
+        settings = {
+            "trainer.train_batch_size": 64,
+            "trainer.policy_mini_batch_size": 64,
+            "trainer.max_tokens_per_microbatch": 20_480,
+            "trainer.max_prompt_length": prompt,
+            "trainer.policy.megatron_config.transformer_config_kwargs.transformer_impl": "local",
+            "generator.n_samples_per_prompt": rows,
+            "generator.sampling_params.max_generate_length": answer,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(QWEN3_30B_A3B))
+            recipe = ROOT / "launch" / "recipes" / "qwen3-30b-a3b.yaml"
+            argv = [f"{key}={value}" for key, value in {**settings, "trainer.policy.model.path": folder}.items()]
+            cfg, problems = parse(SkyRLTrainConfig, ["--config", str(recipe), *argv])
+            assert not problems, problems
+            estimate = RunEstimate.of(cfg, {"policy": table, "ref": table}, hardware)
+        lengths = dataclasses.replace(
+            estimate.lengths, prompts=np.full(64 * rows, prompt), responses=np.full(64 * rows, answer)
+        )
+        step = estimate.estimate(lengths.prompts, lengths.responses)
+        print(f"{name:<9} {rows} x ({prompt} + {answer}): ", end="")
+        print(*dataclasses.replace(estimate, lengths=lengths, step=step).shared())
 
 
 if __name__ == "__main__":

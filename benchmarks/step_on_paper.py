@@ -268,6 +268,7 @@ def configuration(run: Run, folder: Path) -> Any:
         "trainer.max_prompt_length": asked,
         "generator.sampling_params.max_generate_length": run.limit - asked,
         "trainer.max_tokens_per_microbatch": -1 if run.pack == "rows" else run.pack,
+        "trainer.share_prefixes": "never",
     }
     if run.flex:
         settings[f"{megatron}moe_token_dispatcher_type"] = "flex"

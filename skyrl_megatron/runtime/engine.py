@@ -30,7 +30,7 @@ from skyrl_megatron import device
 from skyrl_megatron.algorithms.metrics import ReducibleMetrics, merge_metrics, metric_values, pack_metrics
 from skyrl_megatron.algorithms.objective import Objective, PolicyObjective
 from skyrl_megatron.algorithms.reduction import StepTotals
-from skyrl_megatron.data.prefixes import PrefixTree, SharedPrefixes
+from skyrl_megatron.data.prefixes import WORTH, PrefixTree, SharedPrefixes
 from skyrl_megatron.data.splitting import TOGETHER, aligned, joined, plan_micro_batches, rows_by_adapter, units
 from skyrl_megatron.runtime.flops import peak_flops
 from skyrl_megatron.runtime.forward_step import (
@@ -351,7 +351,7 @@ class MegatronEngine(TrainedModel):
         """Split the replica's rows into packed micro-batches on the device; every replica gets the same number."""
         trainer, alignment, parts = self.cfg.trainer, self.groups.parallel.alignment, units(batch)
         lengths, most = aligned(batch.lengths, alignment), trainer.max_tokens_per_microbatch
-        prefixes = self._shared_prefixes(batch)
+        prefixes = self._shared_prefixes(batch) if most > 0 or rows > 1 else None
         if prefixes is not None and not batch.metadata.get(TOGETHER):
             parts, rows = prefixes.parts(batch.lengths, alignment, most, rows), 1
         if prefixes is None:
@@ -394,7 +394,9 @@ class MegatronEngine(TrainedModel):
         return micro_batches
 
     def _shared_prefixes(self, batch: TrainingBatch) -> SharedPrefixes | None:
-        """Return what the rows of this replica share; None if prefixes are not shared, or there are none."""
+        """Return what the rows of this replica share; None if that is nothing, or with ``auto`` too little.
+
+        The same rows always give the same answer."""
         if not self.shares_prefixes or len(batch) < 2:
             return None
         routes = batch.rollout_routes if self._replayed else []
@@ -413,7 +415,8 @@ class MegatronEngine(TrainedModel):
             # each stage compares the routes of its layers, and all must share the same tokens
             least = group_maximum([-shared for shared in prefixes.shared.tolist()], self.groups.pp)
             prefixes = SharedPrefixes(prefixes.order, -np.asarray(least, np.int64))
-        return prefixes if prefixes.shared.any() else None
+        least = WORTH if self.cfg.trainer.share_prefixes == "auto" else 0.0
+        return prefixes if prefixes.shared.any() and prefixes.saved(batch.lengths) >= least else None
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:
         """Count the tokens of all replicas without padding: the denominator of the auxiliary losses."""

@@ -110,6 +110,8 @@ class TrainedModel:
         self.flops = model_flops(self.model.config, self.model.vocab_size, self.model.head)
         # Before gradient buffers and optimizers, whose memory a part may watch.
         self.parts: list[RankPart] = acting_parts(PartSetup(cfg, role, self.model, self.groups, self.flops))
+        self.unshared = ""
+        """With ``share_prefixes=auto``, why they are not shared."""
         self.shares_prefixes = self._share_prefixes()
         """Whether tokens at the begin of several rows are computed once."""
         self._computed_tokens = 0
@@ -139,7 +141,7 @@ class TrainedModel:
             return False
         reasons = unshared_prefixes(self.cfg, self.role)
         if self.model.config.transformer_impl == TRANSFORMER_ENGINE:
-            reasons.append("Transformer Engine's attention cannot")
+            reasons.insert(0, "Transformer Engine's attention cannot")
         reasons += [
             f"the part {part.name!r} plans micro-batches by rows"
             for part in self.parts
@@ -150,6 +152,7 @@ class TrainedModel:
                 raise ConfigError(
                     [Problem("trainer.share_prefixes", wanted, f"{reasons[0]}; or set it to auto or never")]
                 )
+            self.unshared = reasons[0]
             return False
         for chunk in self.model.chunks:
             count_copies(chunk)

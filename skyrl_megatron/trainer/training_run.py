@@ -198,6 +198,8 @@ class TrainingRun:
                     self.policy.offload()
         built = ", ".join(f"{name} on {len(role.group)}" for name, role in self.roles.items())
         layers = "".join(f", layers: {kind}" for kind in {role.ranks[0].layers for role in self.roles.values()} - {""})
+        if self.needs_engines and (why := self.policy.ranks[0].unshared):
+            layers += f", shared prefixes computed again: {why}"
         at_once = "" if shared_gpus or not self.needs_engines else ", loaded while the engines started"
         self.start_up.done(f"models: {built} Megatron ranks{layers}{at_once}")
         trained: dict[str, RoleRanks] = {}

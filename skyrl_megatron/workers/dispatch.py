@@ -20,7 +20,7 @@ import ray
 import torch
 from torch import Tensor
 
-from skyrl_megatron.data.prefixes import SharedPrefixes
+from skyrl_megatron.data.prefixes import WORTH, SharedPrefixes
 from skyrl_megatron.data.splitting import (
     MINI_BATCH_PROMPTS,
     PROMPT_UIDS,
@@ -76,6 +76,8 @@ class RankInfo:
     """Whether it returns what its pipeline stage recorded: tp 0, cp 0."""
     shares_prefixes: bool = False
     """Whether it computes tokens once that several rows begin with."""
+    unshared: str = ""
+    """Why not, if it would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -455,7 +457,7 @@ def dispatch(
     A pass that does not train is split as the mini-batches will be, so that ranks have the rows that they train on.
     The rows of each adapter are split separately, those of a uid with ``TOGETHER`` not at all. If there are fewer rows
     than replicas, blank rows without weight are added. ``stages``: layers whose routes each pipeline stage replays.
-    ``shares_prefixes``: rows that share tokens stay together, as far as replicas get equal work.
+    ``shares_prefixes``: rows that share enough tokens stay together, as far as replicas get equal work.
     """
     if batch.carried is None:
         batch.carried = Carried(len(batch), stages)
@@ -466,8 +468,9 @@ def dispatch(
         chosen_rows = parts[0]
         parts = [np.intersect1d(part, chosen_rows) for part in mini_batches(batch, prompts)]
         parts = [part for part in parts if len(part)]
-    if shares_prefixes and dp_size > 1 and not batch.metadata.get(TOGETHER):
-        splits = [_split_families(batch, batch.carried.prefixes(batch), part, flops, dp_size) for part in parts]
+    prefixes = batch.carried.prefixes(batch) if shares_prefixes and dp_size > 1 else None
+    if prefixes and prefixes.saved(batch.lengths) >= WORTH and not batch.metadata.get(TOGETHER):
+        splits = [_split_families(batch, prefixes, part, flops, dp_size) for part in parts]
     else:
         costs = flops.forward(batch.lengths)
         splits = [_split(batch, part, costs, dp_size) for part in parts]

@@ -122,6 +122,7 @@ class RankProcess:
             self.engine.replayed,
             self.engine.groups.is_first_of_stage,
             self.engine.shares_prefixes,
+            self.engine.unshared,
         )
 
     # ------------------------------------------------------------------ training

@@ -167,10 +167,10 @@ class RoleModel:
             return max(1, -(-rows * longest_sequence(self.cfg) // most))
         return max(1, rows // trainer.micro_train_batch_size_per_gpu)
 
-    def training(self, stage: int) -> int:
+    def training(self, stage: int, tokens: int | None = None) -> int:
         """Return the bytes of a training pass in addition to the state: saved activations, and the larger of a running
-        layer and the head."""
-        tokens = self.tokens(training=True)
+        layer and the head. ``tokens``: of a micro-batch, by default the maximum."""
+        tokens = self.tokens(training=True) if tokens is None else -(-tokens // self.parallel.cp)
         kept = activations_in_flight(self.layers, tokens, stage, self.recompute, self.micro_batches())
         layer = working_set(self.layers, tokens, self.recompute) + self._made(stage)
         return int(kept + max(layer, self._head(stage, tokens, True)))

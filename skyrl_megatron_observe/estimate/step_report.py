@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,10 @@ from skyrl_megatron.config.roles import active_roles
 from skyrl_megatron.trainer.recorders import RecordedRun, RunRecorder
 from skyrl_megatron_observe.estimate.lengths import StepLengths, step_lengths
 from skyrl_megatron_observe.estimate.machine_rates import Machine, Seconds
-from skyrl_megatron_observe.estimate.memory_budget import parameter_tables
+from skyrl_megatron_observe.estimate.memory_budget import gigabytes, parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
 from skyrl_megatron_observe.estimate.run_totals import StepsSoFar, totals
+from skyrl_megatron_observe.estimate.shared_tokens import ONE_SAMPLE, why_unshared
 from skyrl_megatron_observe.estimate.staleness import groups_in_flight, run_ahead, stream_limits
 from skyrl_megatron_observe.estimate.step_time import (
     GENERATE,
@@ -32,6 +34,7 @@ from skyrl_megatron_observe.estimate.step_time import (
     estimate_step,
     longest_work,
     sampling_seconds,
+    training_rows,
 )
 
 if TYPE_CHECKING:
@@ -78,6 +81,36 @@ class RunEstimate:
     def estimate(self, prompts: np.ndarray, responses: np.ndarray) -> StepEstimate:
         """Return the terms of a step on sequences of ``prompts`` + ``responses`` tokens, [B] each."""
         return estimate_step(self.cfg, self.models, self.machine, prompts, responses, self.hardware.gpu_bytes)
+
+    def shared(self) -> Iterator[str]:
+        """Yield a line of what the policy computes once for several rows, or why it computes each row by itself."""
+        cfg, policy = self.cfg, self.models["policy"]
+        if (why := why_unshared(policy)) == ONE_SAMPLE:
+            return
+        wanted = cfg.trainer.share_prefixes
+        if why:
+            yield f"shared prefixes: none ({wanted}): {why}"
+            return
+        rows = training_rows(policy, self.machine, self.lengths.prompts, self.lengths.responses)
+        line = f"shared prefixes: {rows.saved:.0%} of the tokens of an update are computed once for several rows"
+        if rows.saved:
+            n = cfg.generator.n_samples_per_prompt
+            together, apart = (round(float(tokens.mean()) * n) for tokens in (rows.computed, rows.lengths))
+            stages = range(policy.parallel.pp)
+            kept, more = (max(policy.training(stage, tokens) for stage in stages) for tokens in (together, apart))
+            line += f" ({wanted}); a prompt's {n} rows train in {gigabytes(kept)} instead of {gigabytes(more)}"
+            if self.step is not None:
+                never = self.without_sharing()
+                passes = [step.phase(SCORE).likely + step.phase(TRAIN).likely for step in (self.step, never)]
+                line += f", a step's passes take {_number(passes[0])} s instead of {_number(passes[1])} s"
+        yield line
+
+    def without_sharing(self) -> StepEstimate:
+        """Return the terms of a step that computes each row by itself."""
+        cfg = copy.deepcopy(self.cfg)
+        cfg.trainer.share_prefixes = "never"
+        models = {role: dataclasses.replace(model, cfg=cfg) for role, model in self.models.items()}
+        return dataclasses.replace(self, cfg=cfg, models=models).estimate(self.lengths.prompts, self.lengths.responses)
 
     def totals(self) -> Iterator[str]:
         """Yield the lines of the whole run."""

@@ -40,6 +40,7 @@ from skyrl_megatron_observe.estimate.machine_rates import NETWORK, NONE, NVLINK,
 from skyrl_megatron_observe.estimate.memory_activations import IMBALANCE, Recompute
 from skyrl_megatron_observe.estimate.memory_budget import gigabytes
 from skyrl_megatron_observe.estimate.memory_phases import GENERATION, TRAINING, RoleModel, engine_bytes, resident
+from skyrl_megatron_observe.estimate.shared_tokens import PassRows, pass_rows
 from skyrl_megatron_observe.estimate.sync_time import BUSIEST, SyncSizes, on_shared_gpus, over_network, share_away
 from skyrl_megatron_parts.muon_settings import muon_settings
 
@@ -137,10 +138,10 @@ def estimate_step(
     terms: list[Term] = []
     if local:
         terms += _sampling(cfg, policy, prompts, responses, gpu_bytes)
-    terms += _scoring(cfg, roles, lengths)
+    terms += _scoring(cfg, roles, prompts, lengths)
     for name, role in roles.items():
         if not is_frozen(name):
-            terms += _training(cfg, role, lengths)
+            terms += _training(cfg, role, prompts, lengths)
     terms += _offload(cfg, roles)
     if local:
         terms.append(_sync(cfg, policy.model, machine))
@@ -163,6 +164,11 @@ def sampling_seconds(
     flops = _Role(policy, machine).flops
     sampled = sampling_time(cfg, policy.table, flops, machine, prompts, responses, gpu_bytes)
     return sampled.prefill + sampled.decode
+
+
+def training_rows(policy: RoleModel, machine: Machine, prompts: np.ndarray, responses: np.ndarray) -> PassRows:
+    """Return the rows of a training pass over samples of ``prompts`` + ``responses`` tokens, [B] each."""
+    return _Role(policy, machine).rows(prompts, prompts + responses, training=True)
 
 
 def _joined(terms: list[Term]) -> tuple[Term, ...]:
@@ -215,24 +221,30 @@ class _Role:
         """FLOPs of the whole model."""
         return sum((part for layer in self.layers for part in layer), self.head)
 
-    def stages(self, lengths: np.ndarray) -> np.ndarray:
+    def rows(self, prompts: np.ndarray, lengths: np.ndarray, *, training: bool) -> PassRows:
+        """Return the rows of a pass over samples of ``prompts`` [B] tokens, ``lengths`` [B] with their prompts."""
+        trainer = self.model.cfg.trainer
+        micro = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
+        return pass_rows(self.model, self.flops, prompts, lengths, micro)
+
+    def stages(self, rows: PassRows) -> np.ndarray:
         """Return the forward FLOPs of each pipeline stage, [pp]."""
         p, found = self.model.parallel, []
-        by_layer = [float(sum(part.forward(lengths).sum() for part in layer)) for layer in self.layers]
+        by_layer = [float(sum(rows.flops(part).sum() for part in layer)) for layer in self.layers]
         for stage in range(p.pp):
             own = [layer for chunk in range(p.vpp) for layer in stage_layers(p, len(by_layer), stage, chunk)]
             found.append(sum(by_layer[layer] for layer in own))
-        found[-1] += float(self.head.forward(lengths).sum())
+        found[-1] += float(rows.flops(self.head).sum())
         return np.array(found)
 
-    def micro_batches(self, lengths: np.ndarray, *, training: bool) -> tuple[int, float]:
+    def micro_batches(self, passed: PassRows, *, training: bool) -> tuple[int, float]:
         """Return the number of micro-batches of a replica, and the FLOPs of the fullest replica over the average."""
         p, trainer = self.model.parallel, self.model.cfg.trainer
-        costs = self.flops.forward(lengths)
+        costs, lengths = passed.flops(self.flops), passed.computed
         parts = split_for_dp(costs, p.dp) if len(lengths) >= p.dp else [np.arange(len(lengths))]
         fullest = max(parts, key=lambda rows: float(costs[rows].sum()))
         rows = trainer.micro_train_batch_size_per_gpu if training else trainer.micro_forward_batch_size_per_gpu
-        most, longest = trainer.max_tokens_per_microbatch, int(aligned(lengths, p.alignment).max())
+        most, longest = trainer.max_tokens_per_microbatch, int(aligned(passed.lengths, p.alignment).max())
         plan = plan_micro_batches(
             lengths[fullest],
             alignment=p.alignment,
@@ -243,17 +255,17 @@ class _Role:
         )
         return len(plan), float(costs[fullest].sum()) * p.dp / float(costs.sum())
 
-    def forward(self, lengths: np.ndarray, *, training: bool) -> _Pass:
-        """Return a forward pass over sequences of ``lengths`` [B] tokens."""
+    def forward(self, rows: PassRows, *, training: bool) -> _Pass:
+        """Return a forward pass."""
         p, machine, width = self.model.parallel, self.machine, self.model.kernels.width
-        count, fullest = self.micro_batches(lengths, training=training)
-        stages = self.stages(lengths)
+        count, fullest = self.micro_batches(rows, training=training)
+        stages = self.stages(rows)
         work = machine.train(float(stages.sum()) / p.world_size, width)
         if p.ep > 1:
-            experts = sum(float(mlp.forward(lengths).sum()) for _, mlp in self.layers) / float(stages.sum())
+            experts = sum(float(rows.flops(mlp).sum()) for _, mlp in self.layers) / float(stages.sum())
             more = (1.0, 1 + experts * (LIKELY_IMBALANCE - 1), 1 + experts * (IMBALANCE - 1))
             work = Seconds(work.low * more[0], work.likely * more[1], work.high * more[2])
-        work += machine.elementwise(self._between(lengths) / p.world_size)
+        work += machine.elementwise(self._between(rows.tokens) / p.world_size)
         held = max(self.model.state(stage).weights for stage in range(p.pp))
         exchanging = sum(self.model.table.plan.shape.moe) if p.ep > 1 else 0
         exchange = machine.fused_exchange_launch if self._fused_exchange else machine.exchange_launch
@@ -261,27 +273,27 @@ class _Role:
         least = launches.times(1 / p.pp).or_longer(machine.read(held))
         uneven = float(stages.max() / stages.mean())
         bubbles = fullest * uneven * (count + (p.pp - 1) / p.vpp) / count - 1
-        return _Pass(work.or_longer(least.times(count)), self._wire(lengths), bubbles)
+        return _Pass(work.or_longer(least.times(count)), self._wire(rows.tokens), bubbles)
 
     @property
     def _fused_exchange(self) -> bool:
         """Whether a token is sent once to each rank that has experts for it, by kernels that need no sizes."""
         return bool(self.model.settings.megatron_config.moe_token_dispatcher_type == "flex")
 
-    def _between(self, lengths: np.ndarray) -> float:
+    def _between(self, tokens: float) -> float:
         """Return the bytes that a forward pass reads and writes between its products, on all ranks together."""
         dims, table = self.model.table.plan.shape.dims, self.model.table
         vectors, moe = 30 * dims["H"], table.plan.shape.moe  # norms, residuals, rotation, attention's sides
         routed = table.top_k * (4 * dims["H"] + 6 * dims.get("M", 0)) + 6 * dims.get("S", 0)
         by_layer = sum(vectors + (routed if is_moe else 6 * dims.get("F", 0)) for is_moe in moe)
         logits = 8 if not has_value_head(self.model.cfg, self.model.role) else 0
-        return float(lengths.sum()) * (by_layer * self.model.kernels.width + logits * dims["V"])
+        return tokens * (by_layer * self.model.kernels.width + logits * dims["V"])
 
-    def _wire(self, lengths: np.ndarray) -> Seconds:
+    def _wire(self, computed: float) -> Seconds:
         """Return the seconds that tp, ep and cp exchange activations in a forward pass."""
         p, dims, width = self.model.parallel, self.model.table.plan.shape.dims, self.model.kernels.width
         moe = self.model.table.plan.shape.moe
-        tokens = float(lengths.sum()) / max(p.dp * p.cp, 1)
+        tokens = computed / max(p.dp * p.cp, 1)
         vector = tokens * dims["H"] * width
         split = sum(2 if is_moe and not dims.get("S") else 4 for is_moe in moe) / p.pp
         seconds = self.machine.across(p.tp, split * vector * (p.tp - 1) / p.tp)
@@ -294,30 +306,30 @@ class _Role:
         keys = dims["O" if self.model.table.plan.shape.mla else "K"] / p.tp
         return seconds + self.machine.across(p.tp * p.cp, len(moe) / p.pp * 2 * keys * tokens * width * (p.cp - 1))
 
-    def recomputed(self, lengths: np.ndarray) -> float:
+    def recomputed(self, rows: PassRows) -> float:
         """Return the FLOPs that the backward pass computes again, over those of the forward pass."""
         again: Recompute = self.model.recompute
         if again.granularity is None:
             return 0.0
-        forward = float(self.flops.forward(lengths).sum())
+        forward = float(rows.flops(self.flops).sum())
         if again.granularity == "full":
             chunk_layers = len(self.layers) / (self.model.parallel.pp * self.model.parallel.vpp)
             layers = min(again.layers / chunk_layers, 1.0) if again.method == "block" else 1.0
-            return layers * (1 - float(self.head.forward(lengths).sum()) / forward)
+            return layers * (1 - float(rows.flops(self.head).sum()) / forward)
         repeated = 0.0
         for is_moe, (attention, mlp) in zip(self.model.table.plan.shape.moe, self.layers, strict=True):
             if ("moe" if is_moe else "mlp") in again.modules:
-                repeated += float(mlp.forward(lengths).sum())
+                repeated += float(rows.flops(mlp).sum())
             if "core_attn" in again.modules:
-                repeated += float(attention.forward(lengths).sum()) - attention.linear * float(lengths.sum())
+                repeated += float(rows.flops(attention).sum()) - attention.linear * rows.tokens
         return repeated / forward
 
-    def backward(self, lengths: np.ndarray) -> float:
+    def backward(self, rows: PassRows) -> float:
         """Return the FLOPs of the backward pass over those of the forward pass: two products for each, and only the
         one for the inputs where the weight is frozen under adapters."""
         if self.model.adapters is None:
             return 2.0
-        linear = self.flops.linear * float(lengths.sum()) / float(self.flops.forward(lengths).sum())
+        linear = self.flops.linear * rows.tokens / float(rows.flops(self.flops).sum())
         return 2.0 - linear
 
 
@@ -339,7 +351,9 @@ def _sampling(
     ]
 
 
-def _scoring(cfg: SkyRLTrainConfig, roles: Mapping[str, _Role], lengths: np.ndarray) -> list[Term]:
+def _scoring(
+    cfg: SkyRLTrainConfig, roles: Mapping[str, _Role], prompts: np.ndarray, lengths: np.ndarray
+) -> list[Term]:
     """Return the passes without gradients. Roles with GPUs of their own compute at the same time as the others."""
     shared, waits, apart, passes = NONE, NONE, NONE, 0
     for name, role in roles.items():
@@ -347,7 +361,7 @@ def _scoring(cfg: SkyRLTrainConfig, roles: Mapping[str, _Role], lengths: np.ndar
         if not times:
             continue
         passes += times
-        one_pass = role.forward(lengths, training=False)
+        one_pass = role.forward(role.rows(prompts, lengths, training=False), training=False)
         seconds = (one_pass.work + one_pass.wire).times(times)
         if name == "policy" or shares_policy_gpus(cfg, name):
             shared, waits = shared + seconds, waits + seconds.times(one_pass.bubbles)
@@ -371,14 +385,15 @@ def policy_passes(cfg: SkyRLTrainConfig) -> int:
     return int(before_update) + int(policy_is_reference(cfg) and needs_reference(cfg))
 
 
-def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[Term]:
+def _training(cfg: SkyRLTrainConfig, role: _Role, prompts: np.ndarray, lengths: np.ndarray) -> list[Term]:
     """Return the passes and optimizer steps of a role that is trained."""
     trainer, name = cfg.trainer, role.model.role
     updates = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
     rows = max(len(lengths) // updates, 1)
     times = updates * trainer.update_epochs_per_batch
-    of_one = np.resize(lengths, rows) if updates == 1 else lengths[::updates][:rows]
-    scale = times * float(lengths.sum()) / updates / float(of_one.sum())
+    parts = [np.resize(each, rows) if updates == 1 else each[::updates][:rows] for each in (prompts, lengths)]
+    of_one = role.rows(*parts, training=True)
+    scale = times * float(lengths.sum()) / updates / float(of_one.lengths.sum())
     one_pass, again = role.forward(of_one, training=True), role.recomputed(of_one)
     forward = (one_pass.work + one_pass.wire).times(scale)
     backward = (one_pass.work.times(role.backward(of_one)) + one_pass.wire).times(scale)
@@ -388,7 +403,7 @@ def _training(cfg: SkyRLTrainConfig, role: _Role, lengths: np.ndarray) -> list[T
     update, products = _optimizer(role), _orthogonalised(role)
     muon = f", {products.times(times).likely:.3g} s of them Muon's products" if products.likely else ""
     return [
-        Term("forward", {TRAIN: forward}),
+        Term("forward", {TRAIN: forward}, f"{of_one.saved:.0%} of the tokens are shared" if of_one.saved else ""),
         Term("backward", {TRAIN: backward}),
         Term("recomputation", {TRAIN: recompute}, f"{kept}: {again:.0%} of the forward pass"),
         Term("bubbles", {TRAIN: waits}, f"{one_pass.bubbles:.0%} of the passes"),

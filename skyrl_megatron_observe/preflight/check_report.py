@@ -58,6 +58,7 @@ def report(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[str]:
         yield ""
     yield from _batch(cfg)
     if estimate is not None:
+        yield from estimate.shared()
         yield ""
         yield from estimate.terms()
 

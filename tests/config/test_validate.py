@@ -903,6 +903,7 @@ def test_all_problems_at_once():
     ("args", "words"),
     [
         (["trainer.use_sample_packing=false"], "use_sample_packing=true"),
+        ([], "set trainer.max_tokens_per_microbatch"),
         ([f"{M}moe_router_load_balancing_type=seq_aux_loss"], "remove seq_aux_loss"),
         ([f"{M}transformer_config_kwargs.hidden_dropout=0.1"], "remove"),
         (["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.dropout=0.1"], "lora.dropout=0"),
@@ -910,7 +911,7 @@ def test_all_problems_at_once():
 )
 def test_shared_prefixes_say_what_they_cannot(args, words):
     """With ``always`` each reason is an error before the start; with ``auto`` rows are then computed separately."""
-    shared = [*args, "trainer.max_tokens_per_microbatch=1024"]
+    shared = [*args, *(["trainer.max_tokens_per_microbatch=1024"] if args else [])]
 
     def found(value):
         every = problems(*shared, f"trainer.share_prefixes={value}", hardware=Hardware(0))

@@ -267,14 +267,6 @@ INEFFECTIVE: tuple[IneffectiveSetting, ...] = (
         for role in ROLES
     ),
     IneffectiveSetting(
-        "a micro-batch has one row: set trainer.max_tokens_per_microbatch",
-        f"{_T}share_prefixes",
-        lambda cfg, hardware: (
-            cfg.trainer.max_tokens_per_microbatch <= 0
-            and cfg.trainer.micro_train_batch_size_per_gpu == cfg.trainer.micro_forward_batch_size_per_gpu == 1
-        ),
-    ),
-    IneffectiveSetting(
         "moe_routing_replay_source=trainer: every token has recorded experts",
         f"{_M}moe_routing_replay_missing",
         lambda cfg, hardware: cfg.trainer.policy.megatron_config.moe_routing_replay_source == "trainer",

@@ -139,6 +139,7 @@ def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
     options = megatron.transformer_config_kwargs
     dropout = [name for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps") if options.get(name)]
     balancing = megatron.moe_router_load_balancing_type
+    of_one_row = trainer.micro_train_batch_size_per_gpu == trainer.micro_forward_batch_size_per_gpu == 1
     wrong = {
         "the engine computes each row by itself: set trainer.exact_rollouts=false": trainer.exact_rollouts,
         NEEDS_PACKING: not trainer.use_sample_packing,
@@ -154,6 +155,9 @@ def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
             role == "policy" and trainer.policy.model.lora.dropout
         ),
         f"micro-batches are planned by rows: set {section}moe_balance_experts=false": megatron.moe_balance_experts,
+        "a micro-batch has one row: set trainer.max_tokens_per_microbatch": (
+            trainer.max_tokens_per_microbatch <= 0 and of_one_row
+        ),
     }
     return [fix for fix, holds in wrong.items() if holds]
 

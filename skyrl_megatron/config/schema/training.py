@@ -203,10 +203,11 @@ class TrainerConfig(BaseConfig):
     does not count in `max_ckpts_to_keep`, and is named by `ckpt_path/best_ckpt.json`."""
     max_tokens_per_microbatch: Annotated[int, Bounds(1, also=(-1,))] = -1
     """Maximum number of tokens of packed sequences in a micro-batch. -1: use `micro_*_batch_size_per_gpu`."""
-    share_prefixes: Annotated[str, OneOf("auto", "always", "never")] = "never"
+    share_prefixes: Annotated[str, OneOf("auto", "always", "never")] = "auto"
     """Compute tokens once that several rows of a micro-batch begin with, such as the prompt of a group's samples or
     the calls before an agent's next one. Log-probs, losses and gradients are those of separate rows, to rounding.
-    Set `max_tokens_per_microbatch`, which then counts such tokens once. `auto`: where the model's layers can."""
+    Set `max_tokens_per_microbatch`, which then counts such tokens once. `auto`: if that saves a tenth of the tokens,
+    and the model can."""
     logprobs_chunk_size: Count | None = 1024
     """Number of tokens whose log-probabilities are computed from logits at a time, to limit memory. None: all at
     once."""
