@@ -415,8 +415,8 @@ class MegatronEngine(TrainedModel):
             # each stage compares the routes of its layers, and all must share the same tokens
             least = group_maximum([-shared for shared in prefixes.shared.tolist()], self.groups.pp)
             prefixes = SharedPrefixes(prefixes.order, -np.asarray(least, np.int64))
-        least = WORTH if self.cfg.trainer.share_prefixes == "auto" else 0.0
-        return prefixes if prefixes.shared.any() and prefixes.saved(batch.lengths) >= least else None
+        wanted = WORTH if self.cfg.trainer.share_prefixes == "auto" else 0.0
+        return prefixes if prefixes.shared.any() and prefixes.saved(batch.lengths) >= wanted else None
 
     def _count_valid_tokens(self, batch: TrainingBatch) -> float:
         """Count the tokens of all replicas without padding: the denominator of the auxiliary losses."""

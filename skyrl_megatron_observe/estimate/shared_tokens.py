@@ -38,12 +38,14 @@ class PassRows:
 
     def flops(self, of: ModelFlops) -> np.ndarray:
         """Return the FLOPs of a forward pass of each row, [B]."""
-        return of.forward(self.lengths) - of.forward(self.before)
+        flops: np.ndarray = of.forward(self.lengths) - of.forward(self.before)
+        return flops
 
     @property
     def computed(self) -> np.ndarray:
         """Tokens of each row that are computed with it, [B]."""
-        return self.lengths - self.before
+        tokens: np.ndarray = self.lengths - self.before
+        return tokens
 
     @property
     def tokens(self) -> float:
@@ -54,10 +56,6 @@ class PassRows:
     def saved(self) -> float:
         """Share of the rows' tokens that is not computed again."""
         return float(self.before.sum()) / float(self.lengths.sum())
-
-    def select(self, rows: slice | np.ndarray) -> PassRows:
-        """Return some of the rows."""
-        return PassRows(self.lengths[rows], self.before[rows])
 
 
 def why_unshared(model: RoleModel) -> str:

@@ -391,7 +391,7 @@ def _training(cfg: SkyRLTrainConfig, role: _Role, prompts: np.ndarray, lengths: 
     updates = trainer.train_batch_size // getattr(trainer, f"{name}_mini_batch_size")
     rows = max(len(lengths) // updates, 1)
     times = updates * trainer.update_epochs_per_batch
-    parts = [np.resize(each, rows) if updates == 1 else each[::updates][:rows] for each in (prompts, lengths)]
+    parts = [np.resize(tokens, rows) if updates == 1 else tokens[::updates][:rows] for tokens in (prompts, lengths)]
     of_one = role.rows(*parts, training=True)
     scale = times * float(lengths.sum()) / updates / float(of_one.lengths.sum())
     one_pass, again = role.forward(of_one, training=True), role.recomputed(of_one)

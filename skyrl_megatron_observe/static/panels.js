@@ -43,6 +43,11 @@ const OVERVIEW = [
     ],
     floor: 1,
   },
+  {
+    title: "share of the tokens that shared prefixes save",
+    names: ["policy/shared_prefix_share", "critic/shared_prefix_share"],
+    floor: 1,
+  },
   { title: "MFU", names: ["policy/mfu", "critic/mfu", "*/score_mfu", "generate/mfu"], floor: 0 },
   { title: "learning rate", names: ["policy/policy_lr", "critic/critic_lr"], floor: 0 },
 ];

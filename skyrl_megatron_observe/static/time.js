@@ -168,6 +168,19 @@ function stackedCard(run) {
   return card;
 }
 
+/** What of a step's tokens was computed, if rows share prefixes; else empty. */
+function computedTokens(run, step) {
+  const at = (name) => {
+    const { x, y } = points(run, name);
+    return y[x.indexOf(step)];
+  };
+  const share = at("policy/shared_prefix_share");
+  const total = at("trainer/tokens_per_second") * at("timing/step");
+  if (share === undefined || total !== total) return "";
+  const saved = `${(100 * share).toFixed(1)} % are prefixes that were computed with another row`;
+  return `unique tokens ${format((1 - share) * total)} of ${format(total)}: ${saved}.`;
+}
+
 /** The timeline of one step: one lane for each process. */
 function ganttCard(run) {
   const chosen = run.spans.findIndex((line) => line.step === state.spanStep);
@@ -184,6 +197,7 @@ function ganttCard(run) {
   );
   select.selectedIndex = chosen < 0 ? run.spans.length - 1 : chosen;
   const svg = el("svg", { role: "img", "data-chart": "lanes", "aria-label": "lanes of one step" });
+  const tokens = el("p", { class: "note", "data-tokens": "" });
   const caption = el(
     "p",
     { class: "note", "aria-live": "polite" },
@@ -194,12 +208,14 @@ function ganttCard(run) {
     { class: "card wide" },
     el("div", { class: "head" }, el("h3", {}, "lanes of one step"), select),
     svg,
+    tokens,
     caption,
   );
   const chart = { svg, move() {} };
   chart.draw = () => {
     const line = run.spans[Math.max(select.selectedIndex, 0)];
     const lanes = Object.entries(line.lanes);
+    tokens.textContent = computedTokens(run, line.step);
     const width = svg.clientWidth || 800;
     const names = width < 500 ? 84 : 130;
     const high = 22 * lanes.length + 24;

@@ -70,6 +70,7 @@ def metrics(step: int, total: int, rng: random.Random, *, many: int = 0) -> dict
         "policy/moe_routing_replayed": 0.99,
         "policy/moe_routing_mismatch": 0.01 + abs(noise) / 10,
         "policy/peak_memory_bytes": 6.1e10,
+        "policy/shared_prefix_share": 0.7 + noise / 10,
         "policy/mfu": 0.38 + noise / 3,
         "policy/tokens_per_second_per_rank": 5400 + 3000 * noise,
         "policy/flops_per_second_per_rank": 3.7e14,

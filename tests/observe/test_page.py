@@ -1,6 +1,7 @@
 """The dashboard in a real Chromium: plots hold something, keys work, a run is followed, a long one opens."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -24,6 +25,7 @@ PLOTS = {
         "groups without variance",
         "learning rate",
         "throughput",
+        "share of the tokens that shared prefixes save",
         "MFU",
     ],
     "time": [
@@ -135,8 +137,12 @@ def test_an_axis_says_what_it_counts(quiet, report):
         assert set(quiet.run("[...document.querySelectorAll('svg .axis')].map(t => t.textContent)")) == {"step"}
 
 
-def test_lanes_of_a_step(quiet, report):
-    """Trainer, two engines and four ranks; a lane says how much of the step it works."""
+def made_lines(made):
+    return [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_lanes_of_a_step(quiet, report, made):
+    """Trainer, two engines and four ranks; a lane says how much of the step it works. Next to them are its tokens."""
     quiet.open(report)
     choose(quiet, "time")
     quiet.wait("document.querySelector('[data-chart=lanes] rect.span')")
@@ -144,6 +150,12 @@ def test_lanes_of_a_step(quiet, report):
     lanes = ["trainer", "engine 0", "engine 1", "policy rank 0", "policy rank 1", "policy rank 2", "policy rank 3"]
     assert all(any(text.startswith(lane) for text in texts) for lane in lanes), texts
     assert sum(text.endswith(" %") for text in texts) == 7
+    [line] = [line for line in made_lines(made) if line["step"] == 37]
+    saved, total = line["policy/shared_prefix_share"], line["trainer/tokens_per_second"] * line["timing/step"]
+    told = quiet.run("document.querySelector('[data-tokens]').textContent")
+    unique, of, share = re.match(r"unique tokens ([\d.]+)k of ([\d.]+)k: ([\d.]+) %", told).groups()
+    assert float(share) == pytest.approx(100 * saved, abs=0.06) and float(of) == pytest.approx(total / 1e3, rel=0.01)
+    assert float(unique) == pytest.approx((1 - saved) * total / 1e3, rel=0.01)
 
 
 def test_the_legend_gives_the_values_at_the_cursor(quiet, report, made):

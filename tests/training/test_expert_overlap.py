@@ -24,7 +24,7 @@ def update(folder, batch, layout, overlap, fault=False):
     from skyrl_megatron.runtime.engine import MegatronEngine
     from skyrl_megatron.runtime.model.moe import GroupedExperts, TokenWeightedRouter
 
-    keys = {"trainer.micro_train_batch_size_per_gpu": 1}
+    keys = {"trainer.micro_train_batch_size_per_gpu": 1, "trainer.share_prefixes": "never"}
     engine, order = MegatronEngine(bodies.config(folder, **layout, overrides=keys)), []
     engine.model.config.overlap_moe_expert_parallel_comm = overlap
     engine._speed = lambda *_: {}
