@@ -1,0 +1,51 @@
+"""A run with shared prefixes against one whose rows are computed separately: the same curve, to rounding.
+
+Ten steps of the embedded run (prompts of 20 tokens, shared from two on) and of the agent that repairs repositories
+were compared by hand: ``benchmarks/RESULTS.md``.
+"""
+
+import json
+
+import pytest
+
+from tests.job import runs
+
+pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
+
+STEPS = 3
+CURVE = ("policy/policy_loss", "policy/grad_norm", "policy/policy_entropy", "reward/avg_raw_reward")
+KEYS = {
+    "trainer__max_prompt_length": 128,
+    "trainer__max_training_steps": STEPS,
+    "trainer__deterministic": "true",
+    "trainer__policy__optimizer_config__lr": 1e-4,  # weights that differ by rounding sample the same tokens
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Prompts that are several times as long as their answers, of which no two begin alike."""
+    folder = runs.prepare(tmp_path)
+    lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
+    for number, line in enumerate(lines):
+        line["prompt"][0]["content"] = f"{10 + number}+" * 20 + "1=?"
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_the_curve_is_that_of_separate_rows(folder):
+    found = {}
+    for value in ("never", "auto"):
+        logs = folder / value
+        done = runs.run(folder, trainer__share_prefixes=value, trainer__log_path=logs, **KEYS).check()
+        lines = [json.loads(line) for line in (logs / "skyrl/run/metrics.jsonl").read_text().splitlines()]
+        found[value] = [line for line in lines if "timing/step" in line]
+        assert "computed again" not in done.out
+    assert len(found["auto"]) == len(found["never"]) == STEPS
+    shares = [line["policy/shared_prefix_share"] for line in found["auto"]]
+    assert min(shares) > 0.5 and not any("policy/shared_prefix_share" in line for line in found["never"])
+    first = [lines[0]["reward/avg_raw_reward"] for lines in found.values()]
+    assert first[0] == first[1] > 0
+    for shared, separate in zip(found["auto"], found["never"], strict=True):
+        for name in CURVE:
+            assert shared[name] == pytest.approx(separate[name], rel=1e-4, abs=1e-6), (name, shared["step"])
