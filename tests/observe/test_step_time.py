@@ -75,6 +75,7 @@ def test_passes_take_as_long_as_torch_counts_products(planned, model_type):
     from torch.utils.flop_counter import FlopCounterMode
 
     from skyrl_megatron_observe.estimate.machine_rates import TRAINING, Machine, Seconds
+    from skyrl_megatron_observe.estimate.shared_tokens import PassRows
     from skyrl_megatron_observe.estimate.step_time import _Role
     from tests.bridges.tiny_models import tiny_config, tiny_model
 
@@ -94,10 +95,11 @@ def test_passes_take_as_long_as_torch_counts_products(planned, model_type):
     counted = rows * (one - pairs + pairs * (length + 1) / (2 * length))
     slow = dataclasses.replace(h100(), flops=1e6, launch=Seconds(), memory=1e30)
     role = _Role(models["policy"], slow)
-    found = role.forward(np.full(rows, length), training=True)
+    of_rows = PassRows.separate(np.full(rows, length))
+    found = role.forward(of_rows, training=True)
     assert found.work.likely == pytest.approx(counted / 16 / 1e6 / TRAINING[1], rel=1e-9)
     assert found.wire == Seconds() and found.bubbles == pytest.approx(0)
-    assert role.backward(np.full(rows, length)) == 2.0
+    assert role.backward(of_rows) == 2.0
     assert isinstance(slow, Machine)
 
 
@@ -223,15 +225,16 @@ def test_more_of_what_helps_takes_less(planned):
 
 def test_full_groups_wait_for_the_slowest_stage(planned):
     """DeepSeek-V3 on eight uneven stages: (m + 7) / m of the time of the slowest of them."""
+    from skyrl_megatron_observe.estimate.shared_tokens import PassRows
     from skyrl_megatron_observe.estimate.step_time import _Role
 
     cfg, models = planned(DEEPSEEK_V3, recipe="deepseek-v3")
-    lengths = np.full(512, 8192)
+    rows = PassRows.separate(np.full(512, 8192))
     role = _Role(models["policy"], h100())
-    count, fullest = role.micro_batches(lengths, training=True)
-    stages = role.stages(lengths)
+    count, fullest = role.micro_batches(rows, training=True)
+    stages = role.stages(rows)
     assert (count, fullest) == (128, 1.0) and len(stages) == 8
-    assert role.forward(lengths, training=True).bubbles == pytest.approx(135 / 128 * stages.max() / stages.mean() - 1)
+    assert role.forward(rows, training=True).bubbles == pytest.approx(135 / 128 * stages.max() / stages.mean() - 1)
 
 
 def test_the_batch_of_an_engine_shrinks(planned):
