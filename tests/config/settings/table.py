@@ -412,7 +412,7 @@ MODELS = {
     f"{T}micro_forward_batch_size_per_gpu": Row(2, "forward"),
     f"{T}max_tokens_per_microbatch": Row(64, "micro-batches"),
     f"{T}use_sample_packing": Row(False, "micro-batches", {f"{T}micro_train_batch_size_per_gpu": 2}),
-    f"{T}share_prefixes": Row("always", "prefixes", {f"{T}max_tokens_per_microbatch": 64}),
+    f"{T}share_prefixes": Row("never", "prefixes", {f"{T}max_tokens_per_microbatch": 64}),
     f"{T}logprobs_chunk_size": Row(7, "head"),
     f"{T}fused_lm_head_logprob": Row(True, "fused"),
     f"{T}strategy": Row("fsdp2", "warns"),
