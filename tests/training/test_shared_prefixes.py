@@ -326,14 +326,14 @@ def siblings_see_each_other():
     import torch
 
     from skyrl_megatron.runtime.model import attention
-    from skyrl_megatron.runtime.model.sink_attention import Piece
+    from skyrl_megatron.runtime.model.joined_attention import BatchedPiece
 
     def pieces(lengths, segments, *where):
         starts, wrong = [0, *np.cumsum(lengths).tolist()], []
         for number in range(1, len(segments)):
             if segments[number][0] == segments[number - 1][0] >= 0:
                 queries, keys = (torch.arange(starts[n], starts[n + 1]) for n in (number, number - 1))
-                wrong.append(Piece(queries, keys, (1, len(queries), len(keys)), causal=False))
+                wrong.append(BatchedPiece(queries, keys, (1, len(queries), len(keys)), causal=False))
         return (*right(lengths, segments, *where), *wrong)
 
     right = attention.path_pieces
