@@ -20,7 +20,7 @@ from skyrl_megatron.config.roles import (
     is_frozen,
     parallel_config,
 )
-from skyrl_megatron.config.rules.megatron_rules import unshared_prefixes
+from skyrl_megatron.config.rules.megatron_rules import shares_prefixes, unshared_prefixes
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -34,7 +34,6 @@ from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
-from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
 from skyrl_megatron.runtime.model.moe import count_copies, number_sequences, routers_of
 from skyrl_megatron.runtime.model.pass_inputs import replay_routes
 from skyrl_megatron.runtime.offload import Offload
@@ -95,8 +94,9 @@ class TrainedModel:
             frozen=self.is_adapted,
             head="value" if has_value_head(cfg, role) else "lm",
             seed=cfg.trainer.seed,
+            own_attention=shares_prefixes(cfg, role),
         )
-        if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):
+        if not (self.model.config.own_attention or is_frozen(role)):
             require_deterministic(self.model.config, *longest_pack(cfg), f"trainer.{role}.megatron_config.")
         assert self.model.hf.path is not None
         prefix = cfg.trainer.algorithm.value_head_prefix
@@ -138,8 +138,6 @@ class TrainedModel:
         if wanted == "never":
             return False
         reasons = unshared_prefixes(self.cfg, self.role)
-        if self.model.config.transformer_impl == TRANSFORMER_ENGINE:
-            reasons.append("Transformer Engine's attention cannot")
         reasons += [
             f"the part {part.name!r} plans micro-batches by rows"
             for part in self.parts

@@ -218,6 +218,14 @@ WAYS = {
             f"{MEGATRON}moe_z_loss_coeff": 0.05,
         },
     ),
+    **{
+        # of the row's own tokens: in any micro-batches
+        f"balance of each row in {layout}": (
+            LAYOUTS[layout],
+            {f"{MEGATRON}moe_router_load_balancing_type": "seq_aux_loss", f"{MEGATRON}moe_aux_loss_coeff": 0.1},
+        )
+        for layout in ("tp2", "cp2")
+    },
     "adapters": (
         dict(world=2, tp=2),
         {f"{LORA}rank": 4, f"{LORA}alpha": 8, f"{LORA}adapters": {"math": {}, "code": {}}},
@@ -356,6 +364,22 @@ def position_after_a_branch_is_one_more():
     return mock.patch.object(packed_inputs, "_sequence_params", params)
 
 
+def shared_tokens_count_for_one_row():
+    """A shared token's scores enter the balance of the first row alone."""
+    from unittest import mock
+
+    from skyrl_megatron.runtime import packed_inputs
+
+    right = packed_inputs._sequences
+
+    def sequences(tree, *where):
+        made = right(tree, *where)
+        first = made.of_rows.cumsum(0).eq(1.0).float() * made.of_rows
+        return made._replace(of_rows=first)
+
+    return mock.patch.object(packed_inputs, "_sequences", sequences)
+
+
 def shared_keys_learn_from_one_segment():
     """The gradient of keys and values reaches them through the queries of their own segment only."""
     from unittest import mock
@@ -386,12 +410,61 @@ def routes_of_the_wrong_row():
     )
 
 
+@contextlib.contextmanager
+def as_from_transformer_engine():
+    """Build a model as if of Transformer Engine's layers, which need a GPU: ours take their place, but for the core
+    attention, which is Megatron's and has no packs. What is placed into their spec is what is tested."""
+    from unittest import mock
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from skyrl_megatron.runtime.model import build
+
+    def spec(config, use_transformer_engine, vp_stage, pp_rank):
+        model, layers = arguments[1], range(config.num_layers)
+        made = build.block_spec(config, model, layers, arguments[2])
+        for layer in made.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+        return made
+
+    def remembered(*given):
+        arguments[:] = given
+        return right(*given)
+
+    arguments, right = [], build._te_block_spec
+    with (
+        mock.patch.object(build, "use_transformer_engine", lambda *_, **__: True),
+        mock.patch.object(build, "_has_fused_rotary", lambda _: False),  # Megatron would ask for the kernel
+        mock.patch.object(build, "get_gpt_decoder_block_spec", spec),
+        mock.patch.object(build, "_te_block_spec", remembered),
+    ):
+        yield
+
+
+UNFUSED = {
+    f"{MEGATRON}transformer_config_kwargs.{name}": False
+    for name in ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm",
+                 "moe_permute_fusion")
+}  # fmt: skip
+
+
+def both_ways_in_their_layers(*arguments):
+    with as_from_transformer_engine():
+        return both_ways(*arguments)
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("cp2", marks=pytest.mark.full_matrix)])
+def test_transformer_engines_layers_get_our_attention(ranks, folder, branching, layout):
+    check_both(ranks(2, both_ways_in_their_layers, folder, branching, UNFUSED, LAYOUTS[layout]))
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
         siblings_see_each_other,
         position_after_a_branch_is_one_more,
         shared_keys_learn_from_one_segment,
+        shared_tokens_count_for_one_row,
         routes_of_the_wrong_row,
     )
 }
@@ -399,8 +472,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(ranks, folder, branching, fault):
-    routes = fault == "routes_of_the_wrong_row"
-    batch = with_routes(folder, branching) if routes else branching
-    outcomes = ranks(1, both_ways, folder, batch, REPLAY if routes else {}, dict(world=1), fault)
+    batch = with_routes(folder, branching) if fault == "routes_of_the_wrong_row" else branching
+    _, balance = WAYS["balance of each row in tp2"]
+    overrides = {"routes_of_the_wrong_row": REPLAY, "shared_tokens_count_for_one_row": balance}.get(fault, {})
+    outcomes = ranks(1, both_ways, folder, batch, overrides, dict(world=1), fault)
     with pytest.raises(AssertionError):
         check_both(outcomes)
