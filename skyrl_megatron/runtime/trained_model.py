@@ -137,13 +137,7 @@ class TrainedModel:
         wanted = self.cfg.trainer.share_prefixes
         if wanted == "never":
             return False
-        reasons = unshared_prefixes(self.cfg, self.role)
-        reasons += [
-            f"the part {part.name!r} plans micro-batches by rows"
-            for part in self.parts
-            if type(part).plan is not RankPart.plan
-        ]
-        if reasons:
+        if reasons := unshared_prefixes(self.cfg, self.role):
             if wanted == "always":
                 raise ConfigError(
                     [Problem("trainer.share_prefixes", wanted, f"{reasons[0]}; or set it to auto or never")]

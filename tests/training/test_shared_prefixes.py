@@ -274,6 +274,18 @@ def test_tokens_with_other_routes_are_not_shared(ranks, folder, branching, layou
     check_both(ranks(layout["world"], both_ways, folder, with_routes(folder, branching), overrides, layout))
 
 
+def test_trees_are_dealt_by_their_experts(ranks, folder, branching):
+    """With moe_balance_experts micro-batches get whole trees; the plans differ, the step does not."""
+    balanced = {f"{MEGATRON}moe_balance_experts": True, "trainer.max_tokens_per_microbatch": 48}
+    batch = with_routes(folder, branching)
+    outcomes = ranks(2, both_ways, folder, batch, REPLAY | balanced, LAYOUTS["ep2"])
+    for _, _, metrics in outcomes:
+        for of_pass in metrics.values():
+            planned = [of_pass.pop(name) for name in list(of_pass) if "moe_microbatch" in name or "balance_s" in name]
+            assert len(planned) == 4
+    check_both(outcomes)
+
+
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss(ranks, folder, branching, name):

@@ -148,7 +148,9 @@ def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
         "dropout differs by row: set trainer.policy.model.lora.dropout=0": (
             role == "policy" and trainer.policy.model.lora.dropout
         ),
-        f"micro-batches are planned by rows: set {section}moe_balance_experts=false": megatron.moe_balance_experts,
+        f"{section}moe_balance_experts deals trees by their tokens: set trainer.max_tokens_per_microbatch": (
+            megatron.moe_balance_experts and trainer.max_tokens_per_microbatch <= 0
+        ),
     }
     return [fix for fix, holds in wrong.items() if holds]
 

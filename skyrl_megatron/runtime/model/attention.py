@@ -397,20 +397,15 @@ def flash_pieces(
     joins = segments is not None and window is None
     chunks = _query_chunks(lengths, cp, rank, None if joins else segments)
     copied = cp > 1 or any(chunk.before for chunk in chunks)
-    pieces = [_flash_piece(chunks, window, device, copied=copied)]
+    pieces = [_flash_piece(chunks, window, device, causal=True, copied=copied)]
     if segments is not None and joins:
         levels = _followers(lengths, segments, cp)
-        pieces += [_flash_piece(level, None, device, causal=False) for level in levels]
+        pieces += [_flash_piece(level, None, device, causal=False, copied=True) for level in levels]
     return tuple(pieces)
 
 
 def _flash_piece(
-    chunks: Sequence[_QueryChunk],
-    window: int | None,
-    device: torch.device,
-    *,
-    causal: bool = True,
-    copied: bool = True,
+    chunks: Sequence[_QueryChunk], window: int | None, device: torch.device, *, causal: bool, copied: bool
 ) -> FlashPiece:
     counts = of_keys = [chunk.queries for chunk in chunks]
     queries: Tensor | slice = slice(None) if causal else _ranges(chunks).to(device)
