@@ -905,7 +905,6 @@ def test_all_problems_at_once():
         (["trainer.use_sample_packing=false"], "use_sample_packing=true"),
         ([f"{M}transformer_config_kwargs.hidden_dropout=0.1"], "remove"),
         ([f"{M}transformer_config_kwargs.apply_rope_fusion=true"], "remove"),
-        ([f"{M}mtp.train=true"], "mtp.train=false"),
         (["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.dropout=0.1"], "lora.dropout=0"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from tests.algorithms.test_reduction import LOSSES
 from tests.bridges.tiny_models import TINY
-from tests.training import bodies, reference
+from tests.training import bodies, draft_reference, reference
 from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 
 SHARED = {"trainer.share_prefixes": "always", "trainer.max_tokens_per_microbatch": 160}
@@ -274,10 +274,23 @@ def test_tokens_with_other_routes_are_not_shared(ranks, folder, branching, layou
     check_both(ranks(layout["world"], both_ways, folder, with_routes(folder, branching), overrides, layout))
 
 
+@pytest.mark.parametrize(
+    "family, layout",
+    [("deepseek_v3", "tp2"), *(pytest.param("glm4_moe", x, marks=pytest.mark.full_matrix) for x in ("cp2", "pp2"))],
+)
+def test_a_draft_head_reads_whole_rows(ranks, tmp_path, branching, family, layout):
+    """Its layer differs from the first token on that rows do not share: each row is one sequence for it."""
+    folder = draft_reference.save_with_draft(family, tmp_path)
+    trained = {f"{MEGATRON}mtp.train": True, f"{MEGATRON}mtp.loss_scale": draft_reference.SCALE}
+    outcomes = ranks(2, both_ways, folder, branching, trained, LAYOUTS[layout])
+    assert all(metrics[True]["mtp_loss"] > 1.0 for _, _, metrics in outcomes)
+    check_both(outcomes)
+
+
 def test_trees_are_dealt_by_their_experts(ranks, folder, branching):
     """With moe_balance_experts micro-batches get whole trees; the plans differ, the step does not."""
     balanced = {f"{MEGATRON}moe_balance_experts": True, "trainer.max_tokens_per_microbatch": 48}
-    batch = with_routes(folder, branching)
+    batch = reference.natural_routes(folder, branching)
     outcomes = ranks(2, both_ways, folder, batch, REPLAY | balanced, LAYOUTS["ep2"])
     for _, _, metrics in outcomes:
         for of_pass in metrics.values():

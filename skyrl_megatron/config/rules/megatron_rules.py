@@ -137,9 +137,6 @@ def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
     wrong = {
         "the engine computes each row by itself: set trainer.exact_rollouts=false": trainer.exact_rollouts,
         NEEDS_PACKING: not trainer.use_sample_packing,
-        f"a draft head predicts the token after the next, of which there are several: set {section}mtp.train=false": (
-            role == "policy" and megatron.mtp.train
-        ),
         f"skips the hooks of routers: remove {section}transformer_config_kwargs.{OVERLAP}": options.get(OVERLAP),
         f"dropout differs by row: remove {section}transformer_config_kwargs.{next(iter(dropout), '')}": dropout,
         f"the kernel takes no depth in a tree: remove {section}transformer_config_kwargs.apply_rope_fusion": (

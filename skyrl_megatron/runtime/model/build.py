@@ -293,7 +293,9 @@ class ModelChunks:
     @property
     def layer_kind(self) -> str:
         """The implementation of the layers, and the reason if it is not Transformer Engine."""
-        return describe(self.hf, self.config.transformer_impl == TRANSFORMER_ENGINE)
+        use_te = self.config.transformer_impl == TRANSFORMER_ENGINE
+        attention = " with skyrl_megatron's attention" if use_te and self.config.own_attention else ""
+        return describe(self.hf, use_te) + attention
 
     def layers(self, pp_rank: int, chunk: int) -> range:
         """Return the global numbers (from 0) of the layers in a chunk of a stage."""
