@@ -90,8 +90,7 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
 
     from benchmarks.gpu_kernels import median_seconds
     from skyrl_megatron import device
-    from skyrl_megatron.runtime.model.attention import PackedAttention
-    from skyrl_megatron.runtime.model.sink_attention import Pack, SinkAttention
+    from skyrl_megatron.runtime.model.attention import PackedAttention, flash_pieces
 
     device.set_local_device(0)
     heads, groups, width, tokens = 64, 8, 64, 512 if args.smoke else 4096
@@ -108,15 +107,15 @@ def attention(args: argparse.Namespace) -> dict[str, Any]:
     groups_of_one: Any = SimpleNamespace(cp=alone, tp=alone)
     module = PackedAttention(config, 1, None, "self", pg_collection=groups_of_one).to(place)
     given = [draw(count) for count in (heads, groups, groups)]
-    pack = Pack(torch.tensor([0, tokens], dtype=torch.int32, device=place), tokens, width**-0.5, None)
+    pieces = flash_pieces((tokens,), 1, 0, None, place)
 
     def all_scores() -> torch.Tensor:
         query, key, value = (x.transpose(0, 1)[None] for x in given)
         return module._attend(query, key, value, None)
 
     def kernel() -> torch.Tensor:
-        out: torch.Tensor = SinkAttention.apply(*given, module.softmax_offset, pack)  # type: ignore[no-untyped-call]
-        return out
+        query, key, value = given
+        return module._join(query, key, value, pieces)
 
     both = (median_seconds(partial(there_and_back, way), 5) for way in (all_scores, kernel))
     return {f"{tokens} tokens": compared(*both)}

@@ -205,7 +205,7 @@ class PrefixTree:
     """
 
     parents: np.ndarray
-    """[s] int64: the segment before each, which has a lower number; -1 for none."""
+    """[s] int64: the segment before each; -1 for none. Those that follow a segment come right after it."""
     begins: np.ndarray
     """[s] int64: position of the segment's first token in its rows."""
     lengths: np.ndarray

@@ -367,7 +367,7 @@ class MegatronEngine(TrainedModel):
             multiple_of=self.groups.pp.size() if len(self.chunks) > 1 else 1,
             dp_maximum=partial(group_maximum, group=self.groups.dp),
         )
-        plan = planned(self.parts, batch, parts, plan, rows)
+        plan = planned(self.parts, batch, parts, plan, rows, prefixes)
         target = device.device()
         micro_batches, self._computed_tokens = [], 0
         for chosen in (joined(parts, share) for share in plan):

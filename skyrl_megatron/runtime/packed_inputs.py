@@ -357,7 +357,7 @@ def pack(
         row_positions=None if is_flat else tuple(index.to(device) for index in row_positions),
         support=_support(batch, edges, here, device),
         routes=_routes(batch, tree, starts, total, local, shape, replayed, groups, device),
-        sequences=_sequences(padded_lengths, local, shape, groups, device) if by_sequence else None,
+        sequences=_sequences(tree, padded_lengths, local, shape, groups, device) if by_sequence else None,
         copies=None if is_flat else _copies(tree, padded_lengths, local, shape, groups, device),
     )
 
@@ -506,6 +506,7 @@ def _copies(
 
 
 def _sequences(
+    tree: PrefixTree,
     padded_lengths: tuple[int, ...],
     local: Tensor | slice,
     shape: tuple[int, int],
@@ -514,7 +515,11 @@ def _sequences(
 ) -> SequenceNumbers:
     count = len(padded_lengths)
     numbers = torch.arange(count).repeat_interleave(torch.tensor(padded_lengths))[local]
-    return SequenceNumbers(_for_routers(numbers, shape, groups).to(device), count)
+    of_rows = torch.zeros(len(tree.last), count)
+    for row, last in enumerate(tree.last.tolist()):
+        of_rows[row, tree.path(last)] = 1.0
+    numbers = _for_routers(numbers, shape, groups).to(device)
+    return SequenceNumbers(numbers, count, None if tree.is_flat else of_rows.to(device))
 
 
 def _for_routers(tokens: Tensor, shape: tuple[int, int], groups: ProcessGroups) -> Tensor:

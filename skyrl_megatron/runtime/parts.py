@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.data.prefixes import SharedPrefixes
     from skyrl_megatron.runtime.flops import ModelFlops
     from skyrl_megatron.runtime.forward_step import ExtraLoss, LogprobHead
     from skyrl_megatron.runtime.model.build import ModelChunks
@@ -83,14 +84,20 @@ class RankPart:
         """Begin a pass with gradients over a mini-batch, or over a part of one."""
 
     def plan(
-        self, batch: TrainingBatch, units: Sequence[np.ndarray], plan: list[np.ndarray], rows: int
+        self,
+        batch: TrainingBatch,
+        units: Sequence[np.ndarray],
+        plan: list[np.ndarray],
+        rows: int,
+        prefixes: SharedPrefixes | None,
     ) -> list[np.ndarray]:
         """Return the units of each micro-batch of this replica; by default ``plan``, which balances tokens.
 
         Called in every pass, also without gradients. ``units``: rows of ``batch`` that stay together, [n] int64
         each. ``plan``: for each micro-batch the indices of its units, [m] int64. ``rows``: most rows of a micro-batch
-        if ``max_tokens_per_microbatch`` is not set. All replicas return the same number of micro-batches. ``batch``
-        has the fields that its pass reads (``workers/dispatch.py``), never rewards.
+        if ``max_tokens_per_microbatch`` is not set. ``prefixes``: what rows share, which a micro-batch has once. All
+        replicas return the same number of micro-batches. ``batch`` has the fields that its pass reads
+        (``workers/dispatch.py``), never rewards.
         """
         return plan
 
@@ -158,13 +165,14 @@ def planned(
     units: Sequence[np.ndarray],
     plan: list[np.ndarray],
     rows: int,
+    prefixes: SharedPrefixes | None,
 ) -> list[np.ndarray]:
     """Return the plan of micro-batches, [m] int64 each, after every part has changed it (:meth:`RankPart.plan`)."""
     for part in parts:
         # Each part sees the plan of the one before it, so the last one decides.
         if type(part).plan is not RankPart.plan:
             with _all_ranks_know(part.name):
-                plan = part.plan(batch, units, plan, rows)
+                plan = part.plan(batch, units, plan, rows, prefixes)
     return plan
 
 

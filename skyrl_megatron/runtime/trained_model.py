@@ -20,7 +20,7 @@ from skyrl_megatron.config.roles import (
     is_frozen,
     parallel_config,
 )
-from skyrl_megatron.config.rules.megatron_rules import unshared_prefixes
+from skyrl_megatron.config.rules.megatron_rules import THEIR_ATTENTION, replaces_attention, unshared_prefixes
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -95,8 +95,9 @@ class TrainedModel:
             frozen=self.is_adapted,
             head="value" if has_value_head(cfg, role) else "lm",
             seed=cfg.trainer.seed,
+            own_attention=replaces_attention(cfg, role),
         )
-        if self.model.config.transformer_impl == TRANSFORMER_ENGINE and not is_frozen(role):
+        if not (self.model.config.own_attention or is_frozen(role)):
             require_deterministic(self.model.config, *longest_pack(cfg), f"trainer.{role}.megatron_config.")
         assert self.model.hf.path is not None
         prefix = cfg.trainer.algorithm.value_head_prefix
@@ -140,13 +141,8 @@ class TrainedModel:
         if wanted == "never":
             return False
         reasons = unshared_prefixes(self.cfg, self.role)
-        if self.model.config.transformer_impl == TRANSFORMER_ENGINE:
-            reasons.insert(0, "Transformer Engine's attention cannot")
-        reasons += [
-            f"the part {part.name!r} plans micro-batches by rows"
-            for part in self.parts
-            if type(part).plan is not RankPart.plan
-        ]
+        if wanted == "auto" and self.model.config.transformer_impl == TRANSFORMER_ENGINE:
+            reasons.append(THEIR_ATTENTION)
         if reasons:
             if wanted == "always":
                 raise ConfigError(

@@ -58,7 +58,7 @@ class LayerActivations:
         self._normed = 8 if adapters is None else 4  # fp32 input of a norm, and its output if the weight is trained
         self._gates_shared = "mlp.shared_experts.gate_weight" in table.of_layers
         self._gates_heads = any(isinstance(row, GatedQkv) for row in table.plan.family.attention)
-        unfused = kernels.width == 4 or parallel.cp > 1  # ``runtime/model/sink_attention.py`` makes no scores
+        unfused = kernels.width == 4  # in half precision ``runtime/model/joined_attention.py`` makes no scores
         self._has_sinks = unfused and "self_attention.core_attention.softmax_offset" in table.of_layers
 
     @property

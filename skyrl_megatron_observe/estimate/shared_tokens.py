@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_megatron.config.derive import supervised
-from skyrl_megatron.config.rules.megatron_rules import unshared_prefixes
+from skyrl_megatron.config.rules.megatron_rules import THEIR_ATTENTION, unshared_prefixes
 from skyrl_megatron.data.prefixes import SHORT, WORTH, SharedPrefixes
 
 if TYPE_CHECKING:
@@ -65,9 +65,9 @@ def why_unshared(model: RoleModel) -> str:
         return ONE_SAMPLE
     if cfg.trainer.share_prefixes == "never":
         return "trainer.share_prefixes=never"
-    if model.kernels.fused:
-        return "Transformer Engine's attention cannot"
-    return reasons[0] if reasons else ""
+    if model.kernels.fused and cfg.trainer.share_prefixes == "auto":
+        reasons.append(THEIR_ATTENTION)
+    return next(iter(reasons), "")
 
 
 def pass_rows(model: RoleModel, flops: ModelFlops, prompts: np.ndarray, lengths: np.ndarray, micro: int) -> PassRows:

@@ -20,6 +20,7 @@ from skyrl_megatron.config.hf_model import model_dimensions
 from skyrl_megatron.config.layout import layout_problems
 from skyrl_megatron.config.resolve import generates_ahead, longest_pack, run_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
+from skyrl_megatron.config.rules.megatron_rules import replaces_attention
 from skyrl_megatron.config.rules.training_rules import LONGEST_NAME
 from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, SkyRLMegatronError, shown
 
@@ -218,7 +219,8 @@ def attention(run: PlannedRun) -> Iterator[Problem]:
         unfused = asked == "unfused" or (asked is None and not run.cfg.trainer.flash_attn)
         flash = not model.table.plan.shape.mla and importlib.util.find_spec("flash_attn") is not None
         heads = model.table.plan.shape.dims["A"] // model.parallel.tp
-        if model.kernels.fused and not (unfused or flash) and sequences * heads * tokens**2 >= LIMIT:
+        theirs = model.kernels.fused and not replaces_attention(run.cfg, role)  # else the attention is ours
+        if theirs and not (unfused or flash) and sequences * heads * tokens**2 >= LIMIT:
             yield no_deterministic_kernel(sequences, heads, tokens, f"trainer.{role}.megatron_config.")
 
 

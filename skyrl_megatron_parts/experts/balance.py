@@ -27,6 +27,7 @@ from skyrl_megatron.runtime.parts import PartSetup, RankPart
 from skyrl_megatron_parts.experts.levelling import ReplicaRows, balance_experts, planned_layers, rank_loads
 
 if TYPE_CHECKING:
+    from skyrl_megatron.data.prefixes import SharedPrefixes
     from skyrl_megatron.types import TrainingBatch
 
 
@@ -56,7 +57,12 @@ class ExpertBalance(RankPart):
         self._measured: list[list[float]] = []
 
     def plan(
-        self, batch: TrainingBatch, units: Sequence[np.ndarray], plan: list[np.ndarray], rows: int
+        self,
+        batch: TrainingBatch,
+        units: Sequence[np.ndarray],
+        plan: list[np.ndarray],
+        rows: int,
+        prefixes: SharedPrefixes | None,
     ) -> list[np.ndarray]:
         """Return the units of each micro-batch of this replica, ``plan`` if no row of the EP group has routes.
 
@@ -65,7 +71,7 @@ class ExpertBalance(RankPart):
         started = time.perf_counter()
         own_rows, problem = None, None
         try:
-            own_rows = self._rows(batch, units, plan)
+            own_rows = self._rows(batch, units, plan, prefixes)
         except (IndexError, ValueError) as error:
             problem = find_route_problem(batch, self.model, "natural") or ValueError(f"routes of the batch: {error}")
         raise_on_all_ranks(problem)
@@ -85,18 +91,36 @@ class ExpertBalance(RankPart):
         )
         return plans[order.index(self.groups.dp.rank())]
 
-    def _rows(self, batch: TrainingBatch, parts: Sequence[np.ndarray], plain: list[np.ndarray]) -> ReplicaRows:
-        lengths = batch.lengths
+    def _rows(
+        self,
+        batch: TrainingBatch,
+        parts: Sequence[np.ndarray],
+        plain: list[np.ndarray],
+        prefixes: SharedPrefixes | None,
+    ) -> ReplicaRows:
+        lengths, alignment = batch.lengths, self.groups.parallel.alignment
+        # a row counts from the first token that no row of its part before it has
+        begins = np.zeros(len(lengths), np.int64)
+        if prefixes is not None:
+            for part in parts:
+                chosen, shared = prefixes.among(part)
+                begins[chosen] = shared
+        computed, routes = lengths - begins, batch.rollout_routes or [None] * len(batch)
+        routes = [None if route is None else route[begin:] for route, begin in zip(routes, begins, strict=True)]
         ranks = np.array([self.model.experts.ranks_of(layer) for layer in self.layers])
-        other = self._flops.forward(lengths) / self._unit - lengths * self._routes
+        flops = self._flops.forward(lengths) - self._flops.forward(begins)
+        other = flops / self._unit - computed * self._routes
         rows = (
-            aligned(lengths, self.groups.parallel.alignment),
+            aligned(computed, alignment),
             np.rint(np.maximum(other, 0.0) * self._scale).astype(np.int64),
-            rank_loads(batch.rollout_routes or [None] * len(batch), lengths, self.layers, ranks),
+            rank_loads(routes, computed, self.layers, ranks),
         )
         starts = np.cumsum([0, *map(len, parts)])[:-1]
         order = np.concatenate([*parts, np.zeros(0, np.int64)])
-        return ReplicaRows(plain, *(np.add.reduceat(quantity[order], starts, dtype=np.int64) for quantity in rows))
+        sums = [np.add.reduceat(quantity[order], starts, dtype=np.int64) for quantity in rows]
+        if prefixes is not None:  # a branch may cut a segment in two, and both are padded
+            sums[0] = np.array([prefixes.tokens(part, lengths, alignment) for part in parts], np.int64)
+        return ReplicaRows(plain, *sums)
 
     def begin_pass(self) -> None:
         """Drop the measurements of passes without gradients."""

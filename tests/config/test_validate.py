@@ -904,8 +904,8 @@ def test_all_problems_at_once():
     [
         (["trainer.use_sample_packing=false"], "use_sample_packing=true"),
         ([], "set trainer.max_tokens_per_microbatch"),
-        ([f"{M}moe_router_load_balancing_type=seq_aux_loss"], "remove seq_aux_loss"),
         ([f"{M}transformer_config_kwargs.hidden_dropout=0.1"], "remove"),
+        ([f"{M}transformer_config_kwargs.apply_rope_fusion=true"], "remove"),
         (["trainer.policy.model.lora.rank=4", "trainer.policy.model.lora.dropout=0.1"], "lora.dropout=0"),
     ],
 )

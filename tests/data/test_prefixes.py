@@ -51,6 +51,8 @@ def test_the_order_and_the_tree(seed, count, longest):
         pieces = [rows[order[tree.rows[s]]][tree.begins[s] : tree.begins[s] + tree.lengths[s]] for s in path]
         assert np.concatenate([*pieces, np.zeros(0, np.int32)]).tolist() == rows[row].tolist()
     assert users.tolist() == tree.users.tolist()
+    for segment in range(1, len(tree)):  # those that follow a segment come right after it
+        assert tree.parents[segment] in (-1, *tree.path(segment - 1))
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

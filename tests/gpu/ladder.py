@@ -111,6 +111,7 @@ RUNGS = (
         "layers", tests(f"{TESTS}10_layers.py"), 240, "Transformer Engine's layers compute what ours do", ("te", "gpu")
     ),
     Rung("sinks", tests(f"{TESTS}16_sinks.py"), 90, "flash attention with sinks is that of all scores", ("gpu",)),
+    Rung("prefixes", tests(f"{TESTS}17_shared_prefixes.py"), 240, "shared prefixes are those of rows", (), ("step",)),
     Rung("delta", tests(f"{TESTS}15_delta_net.py"), 120, "gated delta nets by kernels are ours", ("fla", "gpu")),
     Rung("adapters", tests(f"{TESTS}25_adapters.py"), 180, "adapters are PEFT's", (), ("step",)),
     Rung("train_te", (TRAIN, "--layers", "2"), 150, "tokens/s and MFU, TE's layers", ("te", "gpu")),

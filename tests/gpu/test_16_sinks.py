@@ -15,7 +15,8 @@ def test_kernel_is_near_all_scores(window):
 
     import torch
 
-    from skyrl_megatron.runtime.model.sink_attention import Pack, SinkAttention
+    from skyrl_megatron.runtime.model.attention import flash_pieces
+    from skyrl_megatron.runtime.model.joined_attention import JoinedAttention
 
     heads, groups, place = 16, 2, torch.device("cuda")
     generator = torch.Generator(place).manual_seed(0)
@@ -41,8 +42,7 @@ def test_kernel_is_near_all_scores(window):
         parts.append((all_scores.softmax(-1)[..., :-1] @ v).transpose(0, 1))
     expected = torch.cat(parts)
     wanted = [expected, *torch.autograd.grad((expected * weights).sum(), exact)]
-    pack = Pack(torch.tensor(bounds, dtype=torch.int32, device=place), max(LENGTHS), 0.125, window)
-    out = SinkAttention.apply(*given, pack)
+    out = JoinedAttention.apply(*given, flash_pieces(LENGTHS, 1, 0, window, place), 0.125)
     found = [out, *torch.autograd.grad((out.float() * weights).sum(), given)]
     errors = [float((a.float() - b).abs().max() / b.abs().max()) for a, b in zip(found, wanted, strict=True)]
     assert max(errors) < 0.02, dict(zip(("out", "query", "key", "value", "sinks"), errors, strict=True))

@@ -64,6 +64,35 @@ def test_the_step_is_the_same_and_the_load_is_level(ranks, folder, skewed, expec
         assert found == [outcomes[0].metrics[f"moe_microbatch_imbalance{kind}"] for kind in ("_bound", "", "_plain")]
 
 
+def test_tokens_that_rows_share_load_experts_once():
+    """Three answers to a prompt, whose tokens need rank 0, and a row alone."""
+    from types import SimpleNamespace
+
+    import numpy as np
+
+    from skyrl_megatron.data.prefixes import SharedPrefixes
+    from skyrl_megatron_parts.experts.balance import ExpertBalance
+
+    lengths, prompt = np.array([48, 45, 48, 8]), list(range(40))
+    answers = [[100 + row] * int(length - 40) for row, length in enumerate(lengths[:3])]
+    tokens = np.array([token for answer in answers for token in prompt + answer] + [7] * 8, np.int32)
+    routes = [np.array([[[0, 1]]] * 40 + [[[2, 3]]] * int(n - 40), np.int16) for n in lengths[:3]]
+    batch = SimpleNamespace(lengths=lengths, rollout_routes=[*routes, np.full((8, 1, 2), 3, np.int16)])
+    balance = object.__new__(ExpertBalance)
+    balance.model = SimpleNamespace(experts=SimpleNamespace(ranks_of=lambda _: np.array([0, 0, 1, 1])))
+    balance.groups, balance.layers = SimpleNamespace(parallel=SimpleNamespace(alignment=4)), [0]
+    balance._flops, balance._unit = SimpleNamespace(forward=lambda n: n * (n + 1.0)), 2.0
+    balance._routes, balance._scale = 0, 1.0
+    prefixes = SharedPrefixes.of(tokens, lengths, lambda *pair: pair[2])
+    parts = [np.array([0, 1, 2]), np.array([3])]
+    apart, together = (balance._rows(batch, parts, [], known) for known in (None, prefixes))
+    assert apart.tokens.tolist() == [48 * 3, 8] and together.tokens.tolist() == [40 + 8 * 3, 8]
+    assert apart.loads.tolist() == [[[240, 42]], [[0, 16]]] and together.loads.tolist() == [[[80, 42]], [[0, 16]]]
+    pairs = [n * (n + 1) // 2 for n in (48, 45, 48, 40)]
+    assert apart.work.tolist() == [sum(pairs[:3]), 36]
+    assert together.work.tolist() == [sum(pairs[:3]) - 2 * pairs[3], 36]
+
+
 def wrong_routes(folder, batch, layout):
     """What the ranks say of experts that the model lacks, in rows of the last replica."""
     from skyrl_megatron.data.splitting import split_for_dp

@@ -15,7 +15,11 @@ from tests.support import forked
 LAYOUTS = {"single": {}, "tp2": {"tp": 2}, "ep2": {"ep": 2}, "tp2·ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}}
 DENSE = {"llama", "qwen2", "qwen3"}
 FAMILIES = [*sorted(DENSE), "deepseek_v3", "glm4_moe", "gpt_oss", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
-PLAIN = [("qwen3_moe", "tp2·ep2", {}), ("deepseek_v3", "single", {"fused": True})]
+PLAIN = [
+    ("qwen3_moe", "tp2·ep2", {}),
+    ("deepseek_v3", "single", {"fused": True}),
+    ("qwen3", "tp2", {"shared": True}),
+]
 MORE = [
     *(
         (family, layout, {})
@@ -26,6 +30,7 @@ MORE = [
     ("qwen3_moe", "ep2", {"adapters": True}),
     ("deepseek_v3", "tp2", {"adapters": True}),
     ("qwen3", "pp2", {"fused": True}),
+    *((family, "single", {"shared": True}) for family in ("deepseek_v3", "gpt_oss", "qwen3_moe")),
 ]
 
 

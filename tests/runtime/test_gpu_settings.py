@@ -1,6 +1,5 @@
 """What a GPU run asks of Megatron, Transformer Engine and torch's kernels, as far as it can be seen without a GPU."""
 
-import itertools
 import os
 from types import SimpleNamespace
 
@@ -183,20 +182,6 @@ def test_attention_of_our_layers_is_deterministic_where_other_operations_warn():
 
 
 # ---------------------------------------------------------------------- kernels of our own layers
-def dense_varlen(query, key, value, starts, _, longest, __, *, scale, window_size, enable_gqa):
-    """Stands in for torch's varlen kernel, which needs a GPU and heads of one size."""
-    import torch
-    from torch.nn import functional as F
-
-    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the kernel takes heads of one size"
-    assert window_size == (-1, 0) and longest >= (starts[1:] - starts[:-1]).max()
-    results = []
-    for begin, end in itertools.pairwise(starts):
-        one = [x[begin:end].transpose(0, 1) for x in (query, key, value)]
-        results.append(F.scaled_dot_product_attention(*one, is_causal=True, scale=scale, enable_gqa=enable_gqa))
-    return torch.cat([result.transpose(0, 1) for result in results])
-
-
 def attention():
     from megatron.core.transformer import TransformerConfig
 
@@ -207,51 +192,29 @@ def attention():
     return PackedAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=one, tp=one), k_channels=24)
 
 
-def heads(width, **options):
-    import torch
-
-    generator = torch.Generator().manual_seed(width)
-    values = torch.randn(12, 4, width, generator=generator, dtype=torch.float64)
-    return values.to(**options).requires_grad_()
-
-
-def test_latent_attention_in_one_kernel(monkeypatch):
-    """Values narrower than queries and keys, as in MLA: result and gradients of the path that cuts sequences."""
-    import torch
-    from torch.nn.attention import varlen
-
-    monkeypatch.setattr(varlen, "varlen_attn", dense_varlen)
-    lengths = (5, 7)
-    params = SimpleNamespace(cu_seqlens_q=torch.tensor([0, 5, 12]), cu_seqlens_kv=None, max_seqlen_q=7)
-    params.padded_lengths = lengths
-    module, inputs = attention(), [heads(24), heads(24), heads(16)]
-    results = []
-    for attend in (lambda: module(*inputs, packed_seq_params=params), lambda: module._varlen(*inputs, params)):
-        out = attend()
-        assert out.shape == (12, 4 * 16)
-        results.append([out, *torch.autograd.grad((out * torch.arange(64)).sum(), inputs)])
-    for expected, found in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("widths", [(192, 128), (128, 128)], ids=["latent", "grouped query"])
 def test_the_varlen_kernel_takes_our_arguments(widths):
-    """torch's own description of the kernel, forward and backward, on sizes of DeepSeek-V3 and Qwen3."""
+    """torch's own description of the kernel, forward and backward, on sizes of DeepSeek-V3 and Qwen3, also of shared
+    prefixes."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    def run(device):
-        starts = torch.empty(3, dtype=torch.int32, device=device)
-        params = SimpleNamespace(cu_seqlens_q=starts, cu_seqlens_kv=starts, max_seqlen_q=7)
+    from skyrl_megatron.runtime.model.attention import flash_pieces
+
+    def run(device, segments):
         options = dict(device=device, dtype=torch.bfloat16, requires_grad=True)
         inputs = [torch.empty(12, 4, width, **options) for width in (widths[0], widths[0], widths[1])]
-        return inputs, attention()._varlen(*inputs, params)
+        flash_pieces.cache_clear()  # of tensors of a mode that has ended
+        pieces = flash_pieces((5, 7), 1, 0, None, torch.device(device), segments)
+        return inputs, attention()._join(*inputs, pieces)
 
-    with FakeTensorMode():
-        assert run("cuda:0")[1].shape == (12, 4 * widths[1])
-    inputs, out = run("meta")  # autograd asks the driver for a stream where a device is named
-    out.sum().backward()
-    assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+    for segments in (None, ((-1, 5), (0, 7))):
+        with FakeTensorMode():
+            assert run("cuda:0", segments)[1].shape == (12, 4 * widths[1])
+        inputs, out = run("meta", segments)  # autograd asks the driver for a stream where a device is named
+        out.sum().backward()
+        assert [x.grad.shape for x in inputs] == [x.shape for x in inputs]
+    flash_pieces.cache_clear()
 
 
 def test_the_grouped_product_takes_our_arguments():
@@ -390,23 +353,6 @@ def test_whole_down_projections_planted_fault(ranks, tmp_path):
 
 
 # ---------------------------------------------------------------------- other releases of what a GPU run is made of
-def test_variable_lengths_by_an_older_torch(monkeypatch):
-    """torch 2.11 takes fewer heads of keys as they are, and has no argument for that."""
-    from torch.nn.attention import varlen
-
-    from skyrl_megatron.runtime.model import attention as module
-
-    def older(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        raise NotImplementedError
-
-    module._grouped_queries.cache_clear()
-    assert module._grouped_queries(True) == {"enable_gqa": True}
-    monkeypatch.setattr(varlen, "varlen_attn", older)
-    module._grouped_queries.cache_clear()
-    assert module._grouped_queries(True) == {}
-    module._grouped_queries.cache_clear()
-
-
 def test_routers_in_fp32_are_not_rounded(monkeypatch):
     """Transformer Engine's GEMM takes fp32 as TF32; a stand-in that rounds so must not be asked for fp32 inputs."""
     import torch

@@ -35,6 +35,29 @@ def compare(folders: dict[str, str], layout: dict[str, Any]) -> dict[str, list[s
     return found
 
 
+def attention_problems(model: Any, like: Any = None, groups: Any = None) -> list[str]:
+    """Return what of a model is not as shared prefixes need it, or not as in the model ``like``."""
+    from skyrl_megatron.runtime.model.attention import PackedAttention
+    from skyrl_megatron.runtime.model.rotary import PackedRotary
+
+    wrong, chunk = [], model.chunks[0]
+    for number, layer in enumerate(chunk.decoder.layers):
+        mixer = layer.self_attention
+        latent = model.config.multi_latent_attention
+        rotary, expected = (mixer.rotary_pos_emb, "DepthRotary") if latent else (chunk.rotary_pos_emb, "PackedRotary")
+        if type(mixer.core_attention) is not PackedAttention:
+            wrong.append(f"layer {number}: the core attention is a {type(mixer.core_attention).__name__}")
+        if type(rotary).__name__ != expected:
+            wrong.append(f"layer {number}: tokens are rotated by a {type(rotary).__name__}")
+        if latent and isinstance(getattr(chunk, "rotary_pos_emb", None), PackedRotary):
+            wrong.append("two modules rotate")
+    if model.config.apply_rope_fusion:
+        wrong.append("a fused kernel rotates tokens by the boundaries of the pack")
+    if like is not None:
+        wrong += [*_parameters(model), *_differences("weights", weights(model, groups), weights(like, groups))]
+    return wrong
+
+
 def _parameters(model: Any) -> list[str]:
     elsewhere = [name for name, parameter in model.chunks[0].named_parameters() if parameter.device.type != "meta"]
     modules = {type(module).__module__.split(".")[0] for module in model.chunks[0].modules()}

@@ -71,6 +71,30 @@ def test_a_gpu_run_takes_transformer_engine(family, monkeypatch):
     assert use_transformer_engine(read_hf_model(tiny_config(family)))
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_shared_prefixes_take_our_attention_and_keep_the_rest(ranks, folders, tp):
+    """Of every family: names and shapes are the same, no attention of Transformer Engine is left, and tokens are
+    rotated by their depth in the tree."""
+    taken = {family: folder for family, folder in folders.items() if tp == 1 or family not in DENSE}
+    for wrong in ranks(tp, with_our_attention, taken, tp):
+        assert not wrong
+
+
+def with_our_attention(folders, tp):
+    from skyrl_megatron.config.layout import ParallelConfig
+    from skyrl_megatron.runtime import parallel_state
+    from tests.te.comparison import attention_problems
+    from tests.te.meta import build_te
+
+    groups = parallel_state.initialize(ParallelConfig(tp, tp=tp), seed=0, timeout_s=400)
+    wrong = []
+    for family, folder in folders.items():
+        theirs, ours = build_te(folder, groups), build_te(folder, groups, own_attention=True)
+        assert attention_problems(theirs), "the comparison sees Transformer Engine's attention"
+        wrong += [f"{family}: {line}" for line in attention_problems(ours, theirs, groups)]
+    return wrong
+
+
 def test_a_planted_fault_is_found(ranks, folders):
     """The down projections of latent attention taken as split at tp=2, as they are in our layers."""
     for found in ranks(2, with_split_projections, folders["deepseek_v3"]):

@@ -9,7 +9,7 @@ import pytest
 
 from tests.algorithms.test_reduction import LOSSES
 from tests.bridges.tiny_models import TINY
-from tests.training import bodies, reference
+from tests.training import bodies, draft_reference, reference
 from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 
 SHARED = {"trainer.share_prefixes": "always", "trainer.max_tokens_per_microbatch": 160}
@@ -218,6 +218,14 @@ WAYS = {
             f"{MEGATRON}moe_z_loss_coeff": 0.05,
         },
     ),
+    **{
+        # of the row's own tokens: in any micro-batches
+        f"balance of each row in {layout}": (
+            LAYOUTS[layout],
+            {f"{MEGATRON}moe_router_load_balancing_type": "seq_aux_loss", f"{MEGATRON}moe_aux_loss_coeff": 0.1},
+        )
+        for layout in ("tp2", "cp2")
+    },
     "adapters": (
         dict(world=2, tp=2),
         {f"{LORA}rank": 4, f"{LORA}alpha": 8, f"{LORA}adapters": {"math": {}, "code": {}}},
@@ -264,6 +272,31 @@ def test_tokens_with_other_routes_are_not_shared(ranks, folder, branching, layou
     layout = LAYOUTS[layout]
     overrides = REPLAY | {"trainer.gradient_checkpointing": True}
     check_both(ranks(layout["world"], both_ways, folder, with_routes(folder, branching), overrides, layout))
+
+
+@pytest.mark.parametrize(
+    "family, layout",
+    [("deepseek_v3", "tp2"), *(pytest.param("glm4_moe", x, marks=pytest.mark.full_matrix) for x in ("cp2", "pp2"))],
+)
+def test_a_draft_head_reads_whole_rows(ranks, tmp_path, branching, family, layout):
+    """Its layer differs from the first token on that rows do not share: each row is one sequence for it."""
+    folder = draft_reference.save_with_draft(family, tmp_path)
+    trained = {f"{MEGATRON}mtp.train": True, f"{MEGATRON}mtp.loss_scale": draft_reference.SCALE}
+    outcomes = ranks(2, both_ways, folder, branching, trained, LAYOUTS[layout])
+    assert all(metrics[True]["mtp_loss"] > 1.0 for _, _, metrics in outcomes)
+    check_both(outcomes)
+
+
+def test_trees_are_dealt_by_their_experts(ranks, folder, branching):
+    """With moe_balance_experts micro-batches get whole trees; the plans differ, the step does not."""
+    balanced = {f"{MEGATRON}moe_balance_experts": True, "trainer.max_tokens_per_microbatch": 48}
+    batch = reference.natural_routes(folder, branching)
+    outcomes = ranks(2, both_ways, folder, batch, REPLAY | balanced, LAYOUTS["ep2"])
+    for _, _, metrics in outcomes:
+        for of_pass in metrics.values():
+            planned = [of_pass.pop(name) for name in list(of_pass) if "moe_microbatch" in name or "balance_s" in name]
+            assert len(planned) == 4
+    check_both(outcomes)
 
 
 @pytest.mark.full_matrix
@@ -326,14 +359,14 @@ def siblings_see_each_other():
     import torch
 
     from skyrl_megatron.runtime.model import attention
-    from skyrl_megatron.runtime.model.sink_attention import Piece
+    from skyrl_megatron.runtime.model.joined_attention import BatchedPiece
 
     def pieces(lengths, segments, *where):
         starts, wrong = [0, *np.cumsum(lengths).tolist()], []
         for number in range(1, len(segments)):
             if segments[number][0] == segments[number - 1][0] >= 0:
                 queries, keys = (torch.arange(starts[n], starts[n + 1]) for n in (number, number - 1))
-                wrong.append(Piece(queries, keys, (1, len(queries), len(keys)), causal=False))
+                wrong.append(BatchedPiece(queries, keys, (1, len(queries), len(keys)), causal=False))
         return (*right(lengths, segments, *where), *wrong)
 
     right = attention.path_pieces
@@ -354,6 +387,22 @@ def position_after_a_branch_is_one_more():
         return right(lengths, tree, rows, positions + follows, *rest)
 
     return mock.patch.object(packed_inputs, "_sequence_params", params)
+
+
+def shared_tokens_count_for_one_row():
+    """A shared token's scores enter the balance of the first row alone."""
+    from unittest import mock
+
+    from skyrl_megatron.runtime import packed_inputs
+
+    right = packed_inputs._sequences
+
+    def sequences(tree, *where):
+        made = right(tree, *where)
+        first = made.of_rows.cumsum(0).eq(1.0).float() * made.of_rows
+        return made._replace(of_rows=first)
+
+    return mock.patch.object(packed_inputs, "_sequences", sequences)
 
 
 def shared_keys_learn_from_one_segment():
@@ -386,12 +435,61 @@ def routes_of_the_wrong_row():
     )
 
 
+@contextlib.contextmanager
+def as_from_transformer_engine():
+    """Build a model as if of Transformer Engine's layers, which need a GPU: ours take their place, but for the core
+    attention, which is Megatron's and has no packs. What is placed into their spec is what is tested."""
+    from unittest import mock
+
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    from skyrl_megatron.runtime.model import build
+
+    def spec(config, use_transformer_engine, vp_stage, pp_rank):
+        model, layers = arguments[1], range(config.num_layers)
+        made = build.block_spec(config, model, layers, arguments[2])
+        for layer in made.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = DotProductAttention
+        return made
+
+    def remembered(*given):
+        arguments[:] = given
+        return right(*given)
+
+    arguments, right = [], build._te_block_spec
+    with (
+        mock.patch.object(build, "use_transformer_engine", lambda *_, **__: True),
+        mock.patch.object(build, "_has_fused_rotary", lambda _: False),  # Megatron would ask for the kernel
+        mock.patch.object(build, "get_gpt_decoder_block_spec", spec),
+        mock.patch.object(build, "_te_block_spec", remembered),
+    ):
+        yield
+
+
+UNFUSED = {
+    f"{MEGATRON}transformer_config_kwargs.{name}": False
+    for name in ("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "persist_layer_norm",
+                 "moe_permute_fusion")
+}  # fmt: skip
+
+
+def both_ways_in_their_layers(*arguments):
+    with as_from_transformer_engine():
+        return both_ways(*arguments)
+
+
+@pytest.mark.parametrize("layout", ["tp2", pytest.param("cp2", marks=pytest.mark.full_matrix)])
+def test_transformer_engines_layers_get_our_attention(ranks, folder, branching, layout):
+    check_both(ranks(2, both_ways_in_their_layers, folder, branching, UNFUSED, LAYOUTS[layout]))
+
+
 FAULTS = {
     fault.__name__: fault
     for fault in (
         siblings_see_each_other,
         position_after_a_branch_is_one_more,
         shared_keys_learn_from_one_segment,
+        shared_tokens_count_for_one_row,
         routes_of_the_wrong_row,
     )
 }
@@ -399,8 +497,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(ranks, folder, branching, fault):
-    routes = fault == "routes_of_the_wrong_row"
-    batch = with_routes(folder, branching) if routes else branching
-    outcomes = ranks(1, both_ways, folder, batch, REPLAY if routes else {}, dict(world=1), fault)
+    batch = with_routes(folder, branching) if fault == "routes_of_the_wrong_row" else branching
+    _, balance = WAYS["balance of each row in tp2"]
+    overrides = {"routes_of_the_wrong_row": REPLAY, "shared_tokens_count_for_one_row": balance}.get(fault, {})
+    outcomes = ranks(1, both_ways, folder, batch, overrides, dict(world=1), fault)
     with pytest.raises(AssertionError):
         check_both(outcomes)

@@ -119,11 +119,7 @@ def megatron_problems(
     if role == "policy" and megatron.mtp.train:
         yield from _draft(cfg, section)
     if role == "policy" and cfg.trainer.share_prefixes == "always":
-        local = megatron.transformer_config_kwargs.get("transformer_impl") == "local"
-        reasons = unshared_prefixes(cfg, role)
-        if not (hardware.is_cpu or local):
-            reasons.append(f"needs our own layers: set {section}transformer_config_kwargs.transformer_impl=local")
-        for reason in reasons:
+        for reason in unshared_prefixes(cfg, role):
             yield Problem("trainer.share_prefixes", "always", f"{reason}; or set it to auto or never")
     world = role_world_size(cfg.trainer.placement, role)
     outside = [rank for rank in megatron.torch_profiler_config.ranks if not 0 <= rank < world]
@@ -138,28 +134,35 @@ def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
     megatron, trainer = getattr(cfg.trainer, role).megatron_config, cfg.trainer
     options = megatron.transformer_config_kwargs
     dropout = [name for name in ("attention_dropout", "hidden_dropout", "moe_input_jitter_eps") if options.get(name)]
-    balancing = megatron.moe_router_load_balancing_type
     of_one_row = trainer.micro_train_batch_size_per_gpu == trainer.micro_forward_batch_size_per_gpu == 1
     wrong = {
         "the engine computes each row by itself: set trainer.exact_rollouts=false": trainer.exact_rollouts,
         NEEDS_PACKING: not trainer.use_sample_packing,
-        f"a token would count for one row: remove seq_aux_loss of {section}moe_router_load_balancing_type": (
-            "seq_aux_loss" in ([balancing] if isinstance(balancing, str) else balancing)
-        ),
-        f"a draft head predicts the token after the next, of which there are several: set {section}mtp.train=false": (
-            role == "policy" and megatron.mtp.train
-        ),
         f"skips the hooks of routers: remove {section}transformer_config_kwargs.{OVERLAP}": options.get(OVERLAP),
         f"dropout differs by row: remove {section}transformer_config_kwargs.{next(iter(dropout), '')}": dropout,
+        f"the kernel takes no depth in a tree: remove {section}transformer_config_kwargs.apply_rope_fusion": (
+            options.get("apply_rope_fusion")
+        ),
         "dropout differs by row: set trainer.policy.model.lora.dropout=0": (
             role == "policy" and trainer.policy.model.lora.dropout
         ),
-        f"micro-batches are planned by rows: set {section}moe_balance_experts=false": megatron.moe_balance_experts,
         "a micro-batch has one row: set trainer.max_tokens_per_microbatch": (
             trainer.max_tokens_per_microbatch <= 0 and of_one_row
         ),
+        f"{section}moe_balance_experts deals trees by their tokens: set trainer.max_tokens_per_microbatch": (
+            megatron.moe_balance_experts and trainer.max_tokens_per_microbatch <= 0
+        ),
     }
     return [fix for fix, holds in wrong.items() if holds]
+
+
+THEIR_ATTENTION = "Transformer Engine's attention cannot; always puts this package's into its layers"
+"""Why ``auto`` shares nothing there: this package's attention was not measured on a GPU."""
+
+
+def replaces_attention(cfg: SkyRLTrainConfig, role: str) -> bool:
+    """Return whether a role's layers have this package's attention, whatever they are, because it shares prefixes."""
+    return cfg.trainer.share_prefixes == "always" and not unshared_prefixes(cfg, role)
 
 
 def _clipping(cfg: SkyRLTrainConfig, role: str, megatron: MegatronConfig, section: str) -> Iterator[Problem]:

@@ -9,17 +9,18 @@ length (with context parallelism: the two chunks of each) are padded and run in 
 causal queries never see the padding after them. Keys and values are gathered over cp. The plan of a pack is cached by
 its lengths.
 
-With shared prefixes (``data/prefixes.py``) the sequences of a pack are segments. Queries of a segment see its keys and
-those of the segments before it, without their padding. Autograd sums the gradients of keys that several segments see.
+On a GPU in half precision a flash kernel takes sequences of any length. With shared prefixes (``data/prefixes.py``)
+the sequences of a pack are segments, whose queries also see the keys of the segments before them, without their
+padding. A kernel computes a piece of that, and ``joined_attention.py`` joins the pieces.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.algorithms import exact_ops
+from skyrl_megatron.runtime.model.joined_attention import BatchedPiece, FlashPiece, JoinedAttention
 from skyrl_megatron.runtime.model.rotary import rotate
-from skyrl_megatron.runtime.model.sink_attention import JoinedAttention, Pack, Piece, SinkAttention
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
@@ -178,36 +179,30 @@ class UnfoldedRows:
         return torch.cat([out, out.new_zeros(1, *out.shape[1:])]).index_select(0, self.back)
 
 
-@cache
-def _grouped_queries(grouped: bool) -> dict[str, Any]:
-    """Return the ``varlen_attn`` argument for fewer KV heads than query heads: torch 2.13 needs it, 2.11 lacks it."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"enable_gqa": grouped} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-
 @dataclass(frozen=True, slots=True)
 class _QueryChunk:
-    """Consecutive queries of one sequence on this rank, and the keys they can see."""
+    """Consecutive queries on this rank, of one sequence or of all that follow it, and the keys they can see."""
 
     query_start: int  # in the rank's local tokens
     queries: int
     key_start: int  # of the sequence, in the packed global order
-    own_keys: int  # of the sequence itself, up to the last query's own position
+    own_keys: int  # of the sequence itself, up to the last of its queries
     before: tuple[tuple[int, int], ...] = ()  # (start, tokens) of the segments before it, in the packed global order
 
     @property
     def keys(self) -> int:
         return sum(tokens for _, tokens in self.before) + self.own_keys
 
-    def key_index(self) -> Tensor:
+    def key_index(self, window: int | None = None) -> Tensor:
+        """Return the keys [k] int64; those that no query sees through the window are left out."""
         parts = (*self.before, (self.key_start, self.own_keys))
-        return torch.cat([torch.arange(start, start + tokens) for start, tokens in parts])
+        index = torch.cat([torch.arange(start, start + tokens) for start, tokens in parts])
+        return index if window is None else index[-(self.queries + window - 1) :]
 
 
 type Segments = tuple[tuple[int, int], ...]
-"""Of each sequence of a pack: the one before it, which has a lower number (-1: none), and its tokens without
-padding."""
+"""Of each sequence of a pack: the one before it (-1: none), and its tokens without padding. All that follow a sequence
+come right after it."""
 
 
 def segments_of(params: PackedSeqParams | None) -> Segments | None:
@@ -229,17 +224,36 @@ def _before(lengths: tuple[int, ...], segments: Segments | None) -> list[tuple[t
     return paths
 
 
-@lru_cache(maxsize=64)
-def keys_of_paths(lengths: tuple[int, ...], segments: Segments, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the keys that each sequence sees, one sequence after another: (their index in the pack [k] int64, where
-    those of a sequence start [s + 1] int32, the largest number of them)."""
-    before, start = _before(lengths, segments), 0
-    pieces: list[Tensor] = []
-    for length, path in zip(lengths, before, strict=True):
-        pieces.append(_QueryChunk(start, length, start, length, path).key_index())
-        start += length
-    counts = torch.tensor([0, *map(len, pieces)])
-    return torch.cat(pieces).to(device), counts.cumsum(0, dtype=torch.int32).to(device), int(counts.max())
+def _query_chunks(lengths: tuple[int, ...], cp: int, rank: int, segments: Segments | None) -> list[_QueryChunk]:
+    """Return the chunks of cp ``rank`` in the order of its tokens, each with all keys before it."""
+    chunks: list[_QueryChunk] = []
+    key_start = query_start = 0
+    for length, before in zip(lengths, _before(lengths, segments), strict=True):
+        chunk = length // (2 * cp) if cp > 1 else length
+        for index in (rank, 2 * cp - 1 - rank) if cp > 1 else (0,):
+            chunks.append(_QueryChunk(query_start, chunk, key_start, (index + 1) * chunk, before))
+            query_start += chunk
+        key_start += length
+    return chunks
+
+
+def _followers(lengths: tuple[int, ...], segments: Segments, cp: int) -> list[list[_QueryChunk]]:
+    """Return, by depth of the segments that others follow, the queries on a rank that see all keys of one."""
+    starts = [0, *accumulate(lengths)]
+    depths: list[int] = []
+    ends = list(range(1, len(segments) + 1))
+    for number, (parent, _) in enumerate(segments):
+        depths.append(0 if parent < 0 else depths[parent] + 1)
+        while parent >= 0:
+            ends[parent] = number + 1
+            parent = segments[parent][0]
+    levels: list[list[_QueryChunk]] = [[] for _ in range(max(depths))]
+    for number, end in enumerate(ends):
+        if end > number + 1:
+            first = starts[number + 1] // cp
+            queries = starts[end] // cp - first
+            levels[depths[number]].append(_QueryChunk(first, queries, starts[number], segments[number][1]))
+    return levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +309,7 @@ def attention_plan(
     ``window``: number of keys that a query sees, itself included; None: full causal attention. ``segments``: None if
     the sequences are separate.
     """
-    pieces: list[_QueryChunk] = []
-    key_start = query_start = 0
-    for length, before in zip(lengths, _before(lengths, segments), strict=True):
-        chunk = length // (2 * cp) if cp > 1 else length
-        for index in (rank, 2 * cp - 1 - rank) if cp > 1 else (0,):
-            pieces.append(_QueryChunk(query_start, chunk, key_start, (index + 1) * chunk, before))
-            query_start += chunk
-        key_start += length
+    pieces = _query_chunks(lengths, cp, rank, segments)
     # longest first: a group is padded to its first member
     order = sorted(range(len(pieces)), key=lambda i: (-pieces[i].keys, -pieces[i].queries))
     groups: list[ChunkGroup] = []
@@ -355,7 +362,7 @@ def _group(pieces: list[_QueryChunk], cp: int, window: int | None, device: torch
 @lru_cache(maxsize=64)
 def path_pieces(
     lengths: tuple[int, ...], segments: Segments, cp: int, rank: int, dtype: torch.dtype, device: torch.device
-) -> tuple[Piece, ...]:
+) -> tuple[BatchedPiece, ...]:
     """Return the pieces of a pack of segments: each with its own keys, and all that follow a segment with its keys."""
     pieces = []
     for group in attention_plan(lengths, cp, rank, None, device).groups:
@@ -364,18 +371,54 @@ def path_pieces(
         if group.mask is not None:
             mask = torch.zeros(group.mask.shape, dtype=dtype, device=device).masked_fill_(~group.mask, -torch.inf)
         kept = group.kept if len(group.kept) < n * q else None
-        pieces.append(Piece(group.query_index, group.key_index, group.shape, mask is None, mask, kept))
-    followers: dict[int, list[int]] = {}
-    for number, (parent, _) in enumerate(segments):
-        while parent >= 0:
-            followers.setdefault(parent, []).append(number)
-            parent = segments[parent][0]
-    starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    for segment, numbers in followers.items():
-        queries = torch.cat([torch.arange(starts[n] // cp, starts[n + 1] // cp) for n in numbers]).to(device)
-        keys = slice(starts[segment], starts[segment] + segments[segment][1])
-        pieces.append(Piece(queries, keys, (1, len(queries), segments[segment][1]), causal=False))
+        queries = group.query_index.index_select(0, group.kept)
+        pieces.append(BatchedPiece(queries, group.key_index, group.shape, mask is None, mask, kept))
+    for chunk in (chunk for level in _followers(lengths, segments, cp) for chunk in level):
+        keys = slice(chunk.key_start, chunk.key_start + chunk.own_keys)
+        shape = (1, chunk.queries, chunk.own_keys)
+        pieces.append(BatchedPiece(_ranges([chunk]).to(device), keys, shape, causal=False))
     return tuple(pieces)
+
+
+@lru_cache(maxsize=64)
+def flash_pieces(
+    lengths: tuple[int, ...],
+    cp: int,
+    rank: int,
+    window: int | None,
+    device: torch.device,
+    segments: Segments | None = None,
+) -> tuple[FlashPiece, ...]:
+    """Return the pieces of a pack for the flash kernel, with the arguments of :func:`attention_plan`.
+
+    They are all queries with the keys of their own sequence, and for each depth of segments the queries that follow
+    one with its keys. A window reaches back over few tokens: their keys are copied for each segment instead.
+    """
+    joins = segments is not None and window is None
+    chunks = _query_chunks(lengths, cp, rank, None if joins else segments)
+    copied = cp > 1 or any(chunk.before for chunk in chunks)
+    pieces = [_flash_piece(chunks, window, device, causal=True, copied=copied)]
+    if segments is not None and joins:
+        levels = _followers(lengths, segments, cp)
+        pieces += [_flash_piece(level, None, device, causal=False, copied=True) for level in levels]
+    return tuple(pieces)
+
+
+def _flash_piece(
+    chunks: Sequence[_QueryChunk], window: int | None, device: torch.device, *, causal: bool, copied: bool
+) -> FlashPiece:
+    counts = of_keys = [chunk.queries for chunk in chunks]
+    queries: Tensor | slice = slice(None) if causal else _ranges(chunks).to(device)
+    keys: Tensor | slice = slice(None)
+    if copied:
+        seen = [chunk.key_index(window) for chunk in chunks]
+        of_keys, keys = [len(index) for index in seen], torch.cat(seen).to(device)
+    starts, key_starts = (torch.tensor([0, *accumulate(n)], dtype=torch.int32).to(device) for n in (counts, of_keys))
+    return FlashPiece((starts, key_starts, max(counts), max(of_keys)), queries, keys, causal, window)
+
+
+def _ranges(chunks: Sequence[_QueryChunk]) -> Tensor:
+    return torch.cat([torch.arange(c.query_start, c.query_start + c.queries) for c in chunks])
 
 
 class KeySelection(NamedTuple):
@@ -460,16 +503,15 @@ class PackedAttention(torch.nn.Module):
             assert segments is None  # refused with exact rollouts: the engine computes each row by itself
             return self._attend_exactly(query, key, value, lengths)
         cp = self.groups.cp
-        # the kernel has no context parallelism, no selection of keys and no float32
-        if choose is None and query.is_cuda and cp.size() == 1 and query.dtype != torch.float32:
-            return self._varlen(query, key, value, packed_seq_params)
         key = gather_tokens(key, lengths, cp, shared_loss=False)
         value = gather_tokens(value, lengths, cp, shared_loss=False)
+        # the kernel has no selection of keys and no float32
+        if choose is None and query.is_cuda and query.dtype != torch.float32:
+            pieces = flash_pieces(lengths, cp.size(), cp.rank(), self.window, query.device, segments)
+            return self._join(query, key, value, pieces)
         if segments is not None and choose is None and self.window is None and not query.is_cuda:
-            pieces = path_pieces(lengths, segments, cp.size(), cp.rank(), query.dtype, query.device)
-            joined = JoinedAttention.apply(query, key, value, self.softmax_offset, pieces, self.scale)  # type: ignore[no-untyped-call]
-            out: Tensor = joined.flatten(1)
-            return out
+            of_segments = path_pieces(lengths, segments, cp.size(), cp.rank(), query.dtype, query.device)
+            return self._join(query, key, value, of_segments)
         plan = attention_plan(lengths, cp.size(), cp.rank(), self.window, query.device, segments)
         results = [self._attend_group(query, key, value, group, choose) for group in plan.groups]
         out = results[0] if len(results) == 1 else torch.cat(results)
@@ -552,43 +594,13 @@ class PackedAttention(torch.nn.Module):
         ordinary = exact_ops.ordinary_attention(lengths, self.scale)
         return exact_ops.with_gradient(attend, ordinary, query, key, value).flatten(1)
 
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, params: PackedSeqParams) -> Tensor:
-        """Run variable-length flash attention in one kernel (CUDA, half precision, no context parallelism).
-
-        The kernel needs one head size. The narrower values of multi-latent attention are padded with zeros, and the
-        padding is removed from the result.
-        """
-        from torch.nn.attention.varlen import varlen_attn
-
-        longest = longest_keys = int(params.max_seqlen_q or 0)
-        key_starts = params.cu_seqlens_kv
+    def _join(self, query: Tensor, key: Tensor, value: Tensor, pieces: Sequence[FlashPiece | BatchedPiece]) -> Tensor:
+        """Attend piece by piece: query [p, heads, d], key and value [P, kv heads, d or less] → [p, heads · d]."""
+        # kernels take one head size: zeros in the values of latent attention add nothing, their columns are cut off
         width, missing = value.shape[-1], query.shape[-1] - value.shape[-1]
-        # zeros in the values add nothing, and their columns are cut off the result
-        if missing:
-            value = F.pad(value, (0, missing))
-        if (segments := segments_of(params)) is not None:
-            # the kernel aligns the last query of a sequence with its last key, so a path ends with the own segment
-            index, key_starts, longest_keys = keys_of_paths(params.padded_lengths, segments, query.device)
-            key, value = key.index_select(0, index), value.index_select(0, index)
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        if self.softmax_offset is not None:
-            assert params.cu_seqlens_q is not None
-            pack = Pack(params.cu_seqlens_q, longest, self.scale, self.window, key_starts, longest_keys)
-            with_sinks = SinkAttention.apply(query, key, value, self.softmax_offset, pack)  # type: ignore[no-untyped-call]
-            return with_deterministic_backward(with_sinks)[..., :width].flatten(1)
-        out = varlen_attn(
-            query,
-            key,
-            value,
-            params.cu_seqlens_q,
-            key_starts,
-            longest,
-            longest_keys,
-            scale=self.scale,
-            window_size=(-1 if self.window is None else self.window - 1, 0),
-            **_grouped_queries(key.shape[1] != query.shape[1]),
-        )
-        assert isinstance(out, Tensor)
+        value = F.pad(value, (0, missing)) if missing else value
+        inputs = (x.contiguous() for x in (query, key, value))
+        out = JoinedAttention.apply(*inputs, self.softmax_offset, pieces, self.scale)  # type: ignore[no-untyped-call]
         return with_deterministic_backward(out)[..., :width].flatten(1)
 
     def _window_mask(self, query: Tensor) -> Tensor | None:

@@ -32,7 +32,9 @@ from skyrl_megatron.config.layout import PREFIX, ParallelConfig, layout_problems
 from skyrl_megatron.config.rules import passthrough_keys as keys
 from skyrl_megatron.config.rules.megatron_rules import MEASURE
 from skyrl_megatron.errors import ConfigError, Problem
+from skyrl_megatron.plugins import FAMILY_LAYERS
 from skyrl_megatron.runtime.loss_scale import SUMMED_GRADIENTS
+from skyrl_megatron.runtime.model.attention import PackedAttention
 from skyrl_megatron.runtime.model.description import (
     TRANSFORMER_ENGINE,
     HfModel,
@@ -43,7 +45,7 @@ from skyrl_megatron.runtime.model.description import (
     without_qk_clip,
 )
 from skyrl_megatron.runtime.model.expert_placement import ExpertPlacement, give_placement
-from skyrl_megatron.runtime.model.layer_spec import block_spec, layer_spec
+from skyrl_megatron.runtime.model.layer_spec import SEGMENTED_LATENT, block_spec, layer_spec
 from skyrl_megatron.runtime.model.moe import router_class
 from skyrl_megatron.runtime.model.mtp import DraftHead
 from skyrl_megatron.runtime.model.rotary import PackedRotary
@@ -291,7 +293,9 @@ class ModelChunks:
     @property
     def layer_kind(self) -> str:
         """The implementation of the layers, and the reason if it is not Transformer Engine."""
-        return describe(self.hf, self.config.transformer_impl == TRANSFORMER_ENGINE)
+        use_te = self.config.transformer_impl == TRANSFORMER_ENGINE
+        attention = " with skyrl_megatron's attention" if use_te and self.config.own_attention else ""
+        return describe(self.hf, use_te) + attention
 
     def layers(self, pp_rank: int, chunk: int) -> range:
         """Return the global numbers (from 0) of the layers in a chunk of a stage."""
@@ -311,6 +315,7 @@ def build_model(
     device: torch.device | None = None,
     prefix: str = PREFIX,
     frozen: bool = False,
+    own_attention: bool = False,
 ) -> ModelChunks:
     """Build this rank's chunks of the model of a HF folder or config. ``load_hf`` sets the weights.
 
@@ -319,7 +324,8 @@ def build_model(
     ``TransformerConfig``, applied last. ``model_config_kwargs``: changes to ``config.json``. ``device``: of the
     parameters; ``torch.device("meta")`` allocates nothing. ``frozen``: the weights are not trained; memory for the
     weights of a quantised folder is then allocated by ``load_hf``. On a GPU the layers are Transformer Engine's if
-    they support the model, else those of ``layer_spec.py``.
+    they support the model, else those of ``layer_spec.py``. ``own_attention``: their core attention is
+    :class:`PackedAttention` in any case, which packs of segments need.
 
     Raises ModelLoadError for a bad folder or an unsupported model. Raises ConfigError for a layout that does not fit
     the model, a field that Megatron does not know, or an unavailable ``transformer_impl``.
@@ -352,6 +358,9 @@ def build_model(
         on_meta=on_meta,
         prefix=prefix,
     )
+    config.own_attention = own_attention or not use_te
+    if own_attention:  # the fused kernel rotates tokens by the boundaries of the pack
+        config.apply_rope_fusion = False
     allocation = torch.device("meta") if on_meta else contextlib.nullcontext()
     # The weights of a quantised base arrive in 8 bits; tensors of full size might not fit until then.
     memory = built_without_memory() if frozen and model.is_quantised else contextlib.nullcontext()
@@ -398,7 +407,7 @@ def _chunk(
         **arguments,
     )
     # Megatron's table is for positions 0 … n of one sequence, not for those of a pack.
-    if not use_te and hasattr(chunk, "rotary_pos_emb"):
+    if config.own_attention and hasattr(chunk, "rotary_pos_emb"):
         chunk.rotary_pos_emb = PackedRotary(chunk.rotary_pos_emb)
     if last and head == "value":
         chunk.output_layer = ValueHead(config, groups, seed=seed)
@@ -416,12 +425,17 @@ def _chunk(
 def _te_block_spec(
     config: TransformerConfig, model: HfModel, groups: ProcessGroups, stage: int | None
 ) -> TransformerBlockSubmodules:
-    """Return the spec of Transformer Engine's layers with our router in the expert layers."""
+    """Return the spec of Transformer Engine's layers with our router in the expert layers, or also our attention."""
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=stage, pp_rank=groups.pp.rank())
     for layer in spec.layer_specs or ():
         keywords = getattr(layer.submodules.mlp, "keywords", {})  # functools.partial(MoELayer or MLP, submodules=…)
         if hasattr(keywords.get("submodules"), "router"):
             keywords["submodules"] = dataclasses.replace(keywords["submodules"], router=router_class(model.megatron))
+        if config.own_attention:
+            mixer = layer.submodules.self_attention
+            mixer.submodules.core_attention = PackedAttention
+            if model.megatron.multi_latent_attention:
+                mixer.module = FAMILY_LAYERS.require(SEGMENTED_LATENT)
     return spec
 
 

@@ -361,14 +361,8 @@ class DepthRotary(torch.nn.Module):
         return (angles, *scale) if scale else angles
 
 
-class LatentAttention(MLASelfAttention):
-    """Megatron's multi-latent attention, with separate norms before the up projections and correct gradients under tp.
-
-    Megatron's local spec rejects models without compressed queries, because it expects a matrix with a fused norm.
-    With tp > 1 its column-parallel down projection gives each rank all rotary keys but only the gradient of the rank's
-    own heads: logits are correct, gradients are not. Here the gathered result is scattered to the sequence-parallel
-    region, and Megatron's own gather from there sums the gradients.
-    """
+class SegmentedLatentAttention(MLASelfAttention):
+    """Megatron's multi-latent attention, whose packs may be of segments. Its core attention must be ours."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -394,6 +388,16 @@ class LatentAttention(MLASelfAttention):
         return super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, *arguments, **options
         )
+
+
+class LatentAttention(SegmentedLatentAttention):
+    """Multi-latent attention with separate norms before the up projections and correct gradients under tp.
+
+    Megatron's local spec rejects models without compressed queries, because it expects a matrix with a fused norm.
+    With tp > 1 its column-parallel down projection gives each rank all rotary keys but only the gradient of the rank's
+    own heads: logits are correct, gradients are not. Here the gathered result is scattered to the sequence-parallel
+    region, and Megatron's own gather from there sums the gradients.
+    """
 
     def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
         return {

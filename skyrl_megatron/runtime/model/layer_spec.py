@@ -31,11 +31,13 @@ from skyrl_megatron.runtime.model.norm import FullWidthNorm, RMSNorm
 from skyrl_megatron.runtime.parallel_state import ProcessGroups
 
 HEADS_BY_LAYER, INDEXER, LATENT = "heads_by_layer", "indexer", "multi_latent_attention"
+SEGMENTED_LATENT = "segmented_latent_attention"
 _FOLDER = "skyrl_megatron.runtime.model"
 FAMILY_LAYERS.register_path(DELTA_NET, f"{_FOLDER}.delta_net:GatedDeltaNet")
 FAMILY_LAYERS.register_path(HEADS_BY_LAYER, f"{_FOLDER}.family_attention:HeadsByLayer")
 FAMILY_LAYERS.register_path(INDEXER, f"{_FOLDER}.family_attention:SelectedAttention")
 FAMILY_LAYERS.register_path(LATENT, f"{_FOLDER}.family_attention:LatentAttention")
+FAMILY_LAYERS.register_path(SEGMENTED_LATENT, f"{_FOLDER}.family_attention:SegmentedLatentAttention")
 
 
 def block_spec(

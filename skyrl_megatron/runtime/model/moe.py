@@ -376,7 +376,7 @@ class TokenWeightedRouter(TopKRouter):
         if not self.get_aux_loss_coeff("aux_loss"):
             return probs
         shares = _shares(_summed(self._weighed(routing_map).sum(0), self.tp_cp_group))
-        return self._attach("aux_loss", probs, scores_for_aux_loss, shares)
+        return self._attach("aux_loss", probs, self._weighed(scores_for_aux_loss * shares))
 
     def _apply_seq_aux_loss(
         self,
@@ -393,9 +393,12 @@ class TokenWeightedRouter(TopKRouter):
         numbers = self._sequences.numbers
         counts = scores_for_aux_loss.new_zeros(self._sequences.sequences, self.config.num_moe_experts)
         counts.index_add_(0, numbers, routing_map.to(counts.dtype))
-        return self._attach(
-            "seq_aux_loss", probs, scores_for_aux_loss, _shares(_summed(counts, self.tp_cp_group))[numbers]
-        )
+        counts = _summed(counts, self.tp_cp_group)
+        if (of_rows := self._sequences.of_rows) is None:
+            shares = _shares(counts)
+        else:  # a token is in the sequences of several rows, which have different shares
+            shares = of_rows.mT @ _shares(of_rows @ counts)
+        return self._attach("seq_aux_loss", probs, scores_for_aux_loss * shares[numbers])
 
     def _apply_global_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -404,16 +407,16 @@ class TokenWeightedRouter(TopKRouter):
             return probs
         so_far = self.global_tokens_per_expert  # Megatron empties it after the step
         so_far += _summed(self._weighed(routing_map).sum(0), self.tp_dp_cp_group)
-        return self._attach("global_aux_loss", probs, scores_for_aux_loss, _shares(so_far))
+        return self._attach("global_aux_loss", probs, self._weighed(scores_for_aux_loss * _shares(so_far)))
 
-    def _attach(self, kind: str, probs: Tensor, scores: Tensor, shares: Tensor) -> Tensor:
+    def _attach(self, kind: str, probs: Tensor, products: Tensor) -> Tensor:
         """Return ``probs``, with the gradient of a load-balancing loss in their backward pass, and count the loss.
 
-        ``scores`` [t, E] are 0 on padding; ``shares``: [E], or [t, E]. The loss is a sum over tokens, because the
-        schedule divides it by the tokens of the step (``loss_scale.AuxiliaryLossScale``).
+        ``products``: [t, E], score · share of the tokens, each as often as rows have it; 0 on padding. The loss is a
+        sum over tokens, because the schedule divides it by the tokens of the step (``loss_scale.AuxiliaryLossScale``).
         """
         # Shares are counts and have no gradient; the scores carry it.
-        loss = self.config.num_moe_experts * self._weighed(scores * shares).sum()
+        loss = self.config.num_moe_experts * products.sum()
         if not self.is_mtp_layer:
             so_far = 0.0 if self.balance is None else self.balance
             self.balance = so_far + loss.detach().double()

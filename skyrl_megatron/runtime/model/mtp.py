@@ -72,7 +72,8 @@ class DraftHead(MegatronModule):
         self.final_layernorm = RMSNorm(draft_config, draft_config.hidden_size, draft_config.layernorm_epsilon)
         for parameter in self.parameters():
             parameter.grad_norm_group = "mtp"  # a name that Megatron's optimizer knows
-        self._captured: tuple[Tensor, dict[str, Any]] | None = None
+        self.captured: tuple[Tensor, dict[str, Any]] | None = None
+        """Hidden states and the arguments of a layer, from the last training pass of the decoder."""
         self._embedding: Tensor | None = None
 
     def watch(self, chunk: Any) -> None:
@@ -82,7 +83,7 @@ class DraftHead(MegatronModule):
             # scoring passes have no gradient, and would replace what the training pass left
             if module.training and torch.is_grad_enabled():
                 for_layer = {name: value for name, value in arguments.items() if name not in _DECODER_ONLY}
-                self._captured = hidden.detach(), for_layer
+                self.captured = hidden.detach(), for_layer
 
         chunk.decoder.register_forward_hook(capture, with_kwargs=True)
 
@@ -107,9 +108,9 @@ class DraftHead(MegatronModule):
         ``positions``: [b, s], position of each token in its sequence. The embedding at position 0 is zero, as in
         engines (vLLM's ``deepseek_mtp``).
         """
-        assert self._captured is not None, "the draft head needs a training pass of its chunk before each call"
+        assert self.captured is not None, "the draft head needs a training pass of its chunk before each call"
         # taken, so that a second call without a pass fails instead of using old states
-        (hidden, arguments), self._captured = self._captured, None
+        (hidden, arguments), self.captured = self.captured, None
         embedded = self._embedded(next_tokens, positions)
         joined = torch.cat([self.enorm(embedded), self.hnorm(hidden)], dim=-1)
         projected = gather_from_tensor_model_parallel_region(self.eh_proj(joined)[0], group=self.groups.tp)

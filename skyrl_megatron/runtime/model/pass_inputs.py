@@ -29,6 +29,8 @@ class SequenceNumbers(NamedTuple):
     """[t] int64, in the order in which routers of this rank see tokens."""
     sequences: int
     """Sequences of the micro-batch, on all ranks."""
+    of_rows: Tensor | None = None
+    """[rows, sequences] float32: 1 for the sequences (segments) that a row is made of. None: a row is a sequence."""
 
 
 class PassInput[T]:

@@ -14,11 +14,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from skyrl_megatron.algorithms.objective import PolicyObjective
 from skyrl_megatron.config import SkyRLTrainConfig
 from skyrl_megatron.config.layout import ParallelConfig
+from skyrl_megatron.data.prefixes import PrefixTree
 from skyrl_megatron.runtime import parallel_state
 from skyrl_megatron.runtime.forward_step import LogprobHead, MicroBatch, PolicyStep
 from skyrl_megatron.runtime.logprobs import SoftmaxSettings
-from skyrl_megatron.runtime.model.attention import PackedAttention, attention_plan
+from skyrl_megatron.runtime.model.attention import flash_pieces
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
+from skyrl_megatron.runtime.model.moe import count_copies
 from skyrl_megatron.runtime.packed_inputs import pack
 from skyrl_megatron_lora.attach import attach
 from skyrl_megatron_lora.layers import AdapterSettings
@@ -40,13 +42,23 @@ def even_batch() -> Any:
 
 
 def training_pass(
-    family: str, layout: dict[str, int], rank: int = 0, *, adapters: bool = False, fused: bool = False, fault: str = ""
+    family: str,
+    layout: dict[str, int],
+    rank: int = 0,
+    *,
+    adapters: bool = False,
+    fused: bool = False,
+    shared: bool = False,
+    fault: str = "",
 ) -> dict[str, Any]:
-    """Forward, loss and backward of one micro-batch on one of the ranks of ``layout`` → what came out."""
+    """Forward, loss and backward of one micro-batch on one of the ranks of ``layout`` → what came out.
+
+    ``shared``: the first ten tokens of all rows, and two more of two rows, are computed once.
+    """
     world = 1
     for degree in layout.values():
         world *= degree
-    attention_plan.cache_clear()
+    flash_pieces.cache_clear()  # of tensors of another mode
     with fake_cuda() as mode:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
         try:
@@ -54,11 +66,11 @@ def training_pass(
             model = _model(mode, family, groups, adapters)
             batch = even_batch()
             batch.old_logprobs = batch.rollout_logprobs = batch.ref_logprobs = batch.response_mask * -6.0
-            packed = pack(batch, groups, CUDA)
-            windows = {m.window for m in model.chunks[0].modules() if isinstance(m, PackedAttention)}
-            with Answers(1):  # plans are made of the host's numbers, and kept
-                for window in windows:
-                    attention_plan(packed.padded_lengths, groups.cp.size(), groups.cp.rank(), window, CUDA)
+            tree = None
+            if shared:
+                count_copies(model.chunks[0])
+                tree = PrefixTree.of(np.full(4, 24), np.array([0, 10, 12, 10]))
+            packed = pack(batch, groups, CUDA, tree=tree)
             if fault == "mask left on the host":
                 batch = batch.to(CUDA)
                 batch.loss_mask = even_batch().loss_mask
