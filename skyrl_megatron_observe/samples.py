@@ -42,6 +42,7 @@ class SampleLog:
     def __init__(self, cfg: SkyRLTrainConfig, tokenizer: Any, total_steps: int) -> None:
         self.folder, self.tokenizer = run_folder(cfg) / SAMPLES, tokenizer
         self.rows, self.interval = cfg.trainer.samples_per_step, sample_interval(cfg, total_steps)
+        self.algorithm = cfg.trainer.algorithm
         self.of_rows = supervised(cfg) is not None
         """Whether the samples are rows of data, which have neither rewards nor advantages."""
         self._pieces: dict[int, str] = {}
@@ -60,11 +61,13 @@ class SampleLog:
         """Return the rows to write, group by group, until ``self.rows`` or :data:`MOST_TOKENS` is reached.
 
         Groups whose rewards differ, which alone have advantages, come first, those that differ most before others; of
-        each the best row, the worst, and one that a length limit cut off."""
+        each the best row, the worst, the one with the largest share of tokens beyond the limits of the clip
+        (:meth:`_beyond_clip`), and one that a length limit cut off."""
         tokens, rows, lengths = 0, list[int](), batch.lengths
         totals = np.zeros(len(batch)) if batch.rewards is None else batch.responses.sum(batch.rewards).numpy()
         ends = np.ones(len(batch), bool) if batch.is_last_step is None else batch.is_last_step.numpy()
         cut = np.zeros(len(batch), bool) if batch.truncated is None else batch.truncated.numpy()
+        beyond = self._beyond_clip(batch)
         groups: dict[str, list[int]] = defaultdict(list)
         for row, uid in enumerate(batch.uids):
             groups[uid].append(row)
@@ -74,14 +77,28 @@ class SampleLog:
         for uid in sorted(groups, key=lambda uid: -spread[uid]):
             best_first = sorted(groups[uid], key=lambda row: -totals[row])
             order = [best_first[n // 2 if n % 2 == 0 else -1 - n // 2] for n in range(len(best_first))]
-            if shortened := [row for row in order[2:] if cut[row]]:
-                order.insert(2, order.pop(order.index(shortened[0])))
+            clipped = sorted((row for row in order[2:] if beyond[row]), key=lambda row: -beyond[row])[:1]
+            shortened = [row for row in order[2:] if cut[row] and row not in clipped][:1]
+            order = [*order[:2], *clipped, *shortened, *(row for row in order[2:] if row not in clipped + shortened)]
             for row in (order if spread[uid] else groups[uid])[: max(self.rows // 2, 1)]:
                 if len(rows) == self.rows or tokens + lengths[row] > MOST_TOKENS:
                     return rows
                 rows.append(row)
                 tokens += int(lengths[row])
         return rows
+
+    def _beyond_clip(self, batch: TrainingBatch) -> np.ndarray:
+        """Return for each row the share of its trained tokens whose probability by the trainer before the update lies
+        beyond ``eps_clip_low`` and ``eps_clip_high`` around the engine's, [B] in 0 to 1; zeros if one of the two is
+        unknown. What the update itself will clip depends on its optimizer steps: nobody knows it when samples are
+        kept."""
+        if batch.old_logprobs is None or batch.rollout_logprobs is None:
+            return np.zeros(len(batch))
+        limits, trained = self.algorithm, batch.loss_mask > 0
+        ratio = (batch.old_logprobs.float() - batch.rollout_logprobs).exp()
+        beyond = ((ratio < 1 - limits.eps_clip_low) | (ratio > 1 + limits.eps_clip_high)) & trained
+        counts = batch.responses.sum(trained.float()).clamp(min=1)
+        return np.asarray(batch.responses.sum(beyond.float()) / counts)
 
     def write(self, step: int, batch: TrainingBatch, rows: Sequence[int], logprobs: np.ndarray | None) -> Path:
         """Write the step's file, and return its path. ``logprobs``: of the trainer before the update, those of the

@@ -159,13 +159,13 @@ def _positive(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
 
 
 def _grid_problems(parallel: ParallelConfig, prefix: str) -> Iterator[Problem]:
-    dense = parallel.tp * parallel.pp * parallel.cp
+    dense, name = parallel.tp * parallel.pp * parallel.cp, ""
     if parallel.world_size % dense:
         name = next(n for n in ("cp", "pp", "tp") if getattr(parallel, n) > 1)
         product = f"tp·pp·cp = {parallel.tp}·{parallel.pp}·{parallel.cp}"
         yield _problem(parallel, name, _indivisible(parallel, name, product, dense), prefix)
     experts = parallel.pp * parallel.etp * parallel.ep
-    if parallel.world_size % experts and (parallel.ep > 1 or parallel.etp > 1):
+    if parallel.world_size % experts and (parallel.ep > 1 or parallel.etp > 1) and name != "pp":  # said already
         name = "ep" if parallel.ep > 1 else "etp"
         product = f"pp·etp·ep = {parallel.pp}·{parallel.etp}·{parallel.ep}"
         yield _problem(parallel, name, _indivisible(parallel, name, product, experts), prefix)

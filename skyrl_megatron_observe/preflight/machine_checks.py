@@ -21,6 +21,7 @@ from skyrl_megatron.config.layout import layout_problems
 from skyrl_megatron.config.resolve import generates_ahead, longest_pack, run_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
 from skyrl_megatron.config.rules.megatron_rules import replaces_attention
+from skyrl_megatron.config.rules.placement_rules import device_problems
 from skyrl_megatron.config.rules.training_rules import LONGEST_NAME
 from skyrl_megatron.errors import CheckpointError, ConfigError, JournalError, Problem, SkyRLMegatronError, shown
 
@@ -85,10 +86,12 @@ def memory(run: PlannedRun) -> Iterator[Problem | NotChecked]:
     if set(tables) != set(active_roles(run.cfg)):
         yield NotChecked("memory", "config.json of the model is not available here")
         return
+    if any(device_problems(run.cfg, hardware)):
+        return  # reported already, as are those of layouts
     for role in active_roles(run.cfg):
         dims = model_dimensions(tables[role].plan.hf_config)
         if layout_problems(role_layout(run.cfg, role), dims):
-            return  # reported already
+            return
     if hardware.gpu_bytes is not None:
         choose_recomputation(run.cfg, tables, hardware.gpu_bytes)
     yield from memory_problems(run.cfg, tables, Budget.of(run.cfg, tables, hardware))

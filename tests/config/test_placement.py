@@ -36,6 +36,21 @@ MISTAKES = {
         f"{E}num_engines=6",
         "16 (policy) + 24 (engines) = 40 GPUs, but there are 32: set it to 4",
     ),
+    "a policy that leaves no room for the engines": (
+        [*APART, f"{P}policy_num_nodes=4", f"{E}tensor_parallel_size=2", f"{E}num_engines=4"],
+        f"{P}policy_num_nodes=4",
+        "32 (policy) + 8 (engines) = 40 GPUs, but there are 32: set it to 3",
+    ),
+    "more GPUs than a node has, on all nodes": (
+        [f"{P}policy_num_gpus_per_node=16", f"{P}policy_num_nodes=4"],
+        f"{P}policy_num_gpus_per_node=16",
+        "a node has 8 GPUs: set it to 8",
+    ),
+    "stages that leave no ranks for experts": (
+        [*EIGHT, f"{M}pipeline_model_parallel_size=3", f"{M}expert_model_parallel_size=8"],
+        f"{M}pipeline_model_parallel_size=3",
+        "tp·pp·cp = 1·3·1 = 3 must divide the 8 ranks: set it to 2",
+    ),
     "an engine across parts of nodes": (
         [f"{P}policy_num_gpus_per_node=6", f"{P}policy_num_nodes=2", f"{E}tensor_parallel_size=4"],
         f"{E}tensor_parallel_size=4",
@@ -91,6 +106,26 @@ def test_a_mistake_is_one_line_with_the_number_to_type(model, mistake):
     keys, named, number = MISTAKES[mistake]
     (line,) = said(of(model, *keys), FOUR_NODES)
     assert line.startswith(f"{named}: ") and number in line and "\n" not in line, line
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_smaller_machine_than_the_recipe_is_for(model):
+    (line,) = said(of(model, *EIGHT), Hardware(4, 1, elsewhere=True))
+    assert line == f"{P}policy_num_gpus_per_node=8: a node has 4 GPUs: set it to 4"
+    (line,) = said(of(model, *EIGHT), Hardware(4, 2, elsewhere=True))
+    assert line.endswith(f"set it to 4 and {P}policy_num_nodes=2")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_no_memory_is_counted_on_devices_that_cannot_be(model, mistake):
+    from skyrl_megatron.checks import PlannedRun
+    from skyrl_megatron.config.derive import derive
+    from skyrl_megatron_observe.preflight.machine_checks import memory
+
+    cfg = of(model, *MISTAKES[mistake][0], f"{E}run_engines_locally=true")
+    derive(cfg)
+    assert list(memory(PlannedRun(cfg, Hardware(8, 4, elsewhere=True, gpu_bytes=80 << 30, host_bytes=1 << 40)))) == []
 
 
 @pytest.mark.filterwarnings("ignore")

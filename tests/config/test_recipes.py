@@ -115,6 +115,23 @@ def test_a_recipe_for_gpus_says_so_and_has_folders_that_nodes_share(recipe):
     assert all(trainer[f"{name}_path"].startswith("~/") for name in ("log", "ckpt", "export"))
 
 
+@pytest.mark.parametrize("recipe", sorted(set(SHAPES) | DPO))
+def test_without_model_a_recipe_is_of_the_model_that_it_is_for(recipe, tmp_path, monkeypatch, capsys):
+    """Where the hub is not reached, one line names it, not the default of all runs."""
+    from skyrl_megatron import cli
+    from tests.support import hub_endpoint
+
+    hub_endpoint.use(monkeypatch, tmp_path / "hf", HF_HUB_OFFLINE="1")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = yaml.safe_load((FOLDER / f"{recipe}.yaml").read_text())["trainer"]["policy"]["model"]["path"]
+    simple = re.sub(r"[^a-z0-9]", "", path.rpartition("/")[2].lower())
+    assert simple.startswith(re.sub(r"(2x8|(dpo|sft)?lora|sft)$", "", re.sub(r"[^a-z0-9]", "", recipe)))
+    verb = "sft" if "-sft" in recipe else "dpo" if recipe in DPO else "train"
+    assert cli.main([verb, "--recipe", recipe, "--check=1x8", "data.train_data=[a.parquet]"]) == 2
+    error = capsys.readouterr().err
+    assert f"trainer.policy.model.path={path}: " in error and "Qwen2.5" not in error, error
+
+
 def test_every_recipe_is_checked_here_and_named_in_the_documents():
     names = {file.stem for file in FOLDER.glob("*.yaml")} - NO_RECIPES
     assert names == set(SHAPES) | SMALL | DPO

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -120,3 +122,31 @@ def test_a_check_of_the_guides_finds_nothing(hub, capsys, command):
 
     _, words = SHOWN[command]
     assert cli.main(words[1:]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_what_was_fetched_is_enough_without_a_network(hub, shell, tmp_path):
+    """The block of the guide in a shell: two downloads, then a run that asks nobody, of which the check is made."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    (block,) = (block for block in blocks(ROOT / "docs" / "guides" / "hub.md", "sh") if "hf download" in block.text)
+    *fetching, offline = block.text.replace("/shared/", f"{tmp_path}/shared/").strip().splitlines()
+    machine = "--check=1x8 --gpu h100 --host-memory 1TB trainer.logger=console"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    variables |= {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+
+    def type_in(lines, **more):
+        options = [shell, "-f"] if shell == "zsh" else [shell]
+        text = "set -e\n" + "\n".join(lines)
+        done = subprocess.run(
+            [*options, "-c", text], env=variables | more, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+        return done.stdout
+
+    type_in(fetching, HF_ENDPOINT=hub.url)
+    asked = len(hub.requests)
+    assert asked and "it can run on: 8 GPUs per node" in type_in([f"{offline} {machine}"], HF_ENDPOINT=hub.url)
+    assert len(hub.requests) == asked

@@ -95,6 +95,7 @@ def test_every_command_that_names_a_recipe_for_gpus_is_checked():
         if re.search(r"--(recipe|config)[ =](launch/recipes/)?(qwen|olmoe|glm|deepseek|kimi|gpt)", line)
         and "check" not in block.options
         and "--check" not in line
+        and "HF_HUB_OFFLINE" not in line  # test_commands.py checks it
     ]
     assert missing == [] and len(FOR_GPUS) >= 8
 
@@ -102,6 +103,7 @@ def test_every_command_that_names_a_recipe_for_gpus_is_checked():
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
     """The shared folder of the guides with a model, prompts, conversations and pairs; GSM8K and OLMoE on a hub."""
+    from skyrl_megatron.utils.ppo_utils import AdvantageEstimatorRegistry, PolicyLossRegistry
     from tests.support import hub_endpoint
     from tests.support.released_models import OLMOE_1B_7B, QWEN3_30B_A3B
     from tests.support.shared_folder import share
@@ -123,6 +125,10 @@ def cluster(tmp_path, monkeypatch):
     for name, row in {**rows, "held-out": rows["talk"], "held-out-pairs": rows["pairs"]}.items():
         (shared / f"{name}.jsonl").write_text("\n".join([json.dumps(row)] * 512))
     share(tmp_path, monkeypatch)
+    page = blocks(ROOT / "docs" / "guides" / "algorithms.md", "python")
+    code = [block.text for block in page if re.search('"(best_of_group|soft_reinforce)"\\)\ndef ', block.text)]
+    (tmp_path / "my_algorithms.py").write_text("\n".join(code))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     with hub_endpoint.serve() as server:
@@ -132,6 +138,8 @@ def cluster(tmp_path, monkeypatch):
             small = [file for file in folder.iterdir() if file.suffix != ".safetensors"]  # a check fetches no weights
             server.repository(name).push({file.name: file.read_bytes() for file in small if file.is_file()})
         yield tmp_path
+    AdvantageEstimatorRegistry.repopulate()
+    PolicyLossRegistry.repopulate()
 
 
 @pytest.mark.slow

@@ -64,6 +64,33 @@ def test_groups_that_teach_are_kept_with_their_best_and_worst_rows(tmp_path):
     assert chosen(8) == [10, 8, 9, 11, 0, 1, 2, 3]
 
 
+def test_of_a_group_the_most_clipped_row_and_one_that_was_cut_off_are_kept(tmp_path):
+    """After the best and the worst; by the trained tokens beyond the limits around what the engine sampled from."""
+    import torch
+
+    from skyrl_megatron.types import PaddedBatch
+    from skyrl_megatron_observe.samples import SampleLog
+    from tests.observe.made_run import byte_tokenizer, config
+
+    ones, ratios = torch.ones(6, 4), torch.ones(6, 4)
+    ratios[1, :2], ratios[2, 0], ratios[3] = 1.3, 0.7, 1.1  # 1: two tokens, 2: one, 3: none, as all are within 0.2
+    mask, engine = ones.clone(), torch.full((6, 4), -1.0)
+    mask[1, 1:] = mask[2, 2:] = 0.0  # of row 1 one of one trained token counts, of row 2 one of two
+    rewards = torch.zeros(6, 4)
+    rewards[:, -1] = torch.tensor([1.0, 0.5, 0.5, 0.5, 0.5, 0.0])
+    padded = PaddedBatch(
+        torch.ones(6, 5).long(), torch.ones(6, 5), ones, mask, rewards=rewards, uids=["a"] * 6, rollout_logprobs=engine
+    )
+    padded.old_logprobs, padded.truncated = engine + ratios.log(), torch.tensor([0, 0, 0, 0, 1, 0]).bool()
+
+    def chosen(batch):
+        return SampleLog(config(tmp_path), byte_tokenizer(), 10).chosen(batch)
+
+    assert chosen(padded.flat()) == [0, 5, 1, 4]
+    padded.old_logprobs = None
+    assert chosen(padded.flat())[:3] == [0, 5, 4], "nobody knows a ratio"
+
+
 def test_a_step_whose_first_row_is_too_long_has_no_samples(tmp_path, monkeypatch):
     from skyrl_megatron_observe import samples
 

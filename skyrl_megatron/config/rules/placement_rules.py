@@ -49,6 +49,11 @@ def placement_problems(
             yield from megatron_problems(cfg, role, section, hardware, hf or {})
         yield from _no_adapter(cfg, role)
         yield from _fsdp(getattr(cfg.trainer, role).fsdp_config, f"trainer.{role}.fsdp_config.")
+    yield from device_problems(cfg, hardware)
+
+
+def device_problems(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
+    """Yield every problem of the numbers of devices, and of who shares them."""
     yield from _colocation(cfg, hardware)
     if hardware.is_cpu:
         yield from _cpu_engines(cfg)
@@ -153,13 +158,14 @@ def _cpu_engines(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
 def _gpus(cfg: SkyRLTrainConfig, hardware: Hardware) -> Iterator[Problem]:
     placement, asked, most = cfg.trainer.placement, gpus_requested(cfg), hardware.gpus_per_node
     total, there = sum(asked.values()), sum(hardware.node_gpus)
-    for role in asked:
-        per_node = getattr(placement, f"{role}_num_gpus_per_node", 0)
-        if per_node > most:
-            nodes = math.ceil(per_node * getattr(placement, f"{role}_num_nodes") / most)
-            fix = f"a node has {most} GPUs: set it to {most} and trainer.placement.{role}_num_nodes={nodes}"
-            yield Problem(f"trainer.placement.{role}_num_gpus_per_node", per_node, fix)
-    if there and total > there:
+    large = {role: count for role in asked if (count := getattr(placement, f"{role}_num_gpus_per_node", 0)) > most}
+    for role, per_node in large.items():
+        now = getattr(placement, f"{role}_num_nodes")
+        nodes = min(math.ceil(per_node * now / most), hardware.nodes)
+        fix = f"a node has {most} GPUs: set it to {most}"
+        fix += f" and trainer.placement.{role}_num_nodes={nodes}" if nodes != now else ""
+        yield Problem(f"trainer.placement.{role}_num_gpus_per_node", per_node, fix)
+    if there and total > there and not large:
         listed = " + ".join(f"{count} ({role})" for role, count in asked.items())
         key, fits = _smaller(cfg, asked, there)
         instead = f"set it to {fits}" if fits else "use fewer, or share them (trainer.placement.colocate_all=true)"
@@ -180,10 +186,10 @@ def _smaller(cfg: SkyRLTrainConfig, asked: Mapping[str, int], there: int) -> tup
     left = (there - sum(asked.values()) + asked.get("engines", 0)) // engine_ranks(cfg)
     if "engines" in asked and left >= 1:
         return "generator.inference_engine.num_engines", left
-    if len(asked) == 1 and there >= placement.policy_num_gpus_per_node:
-        return "trainer.placement.policy_num_nodes", there // placement.policy_num_gpus_per_node
-    fits = max(there // placement.policy_num_nodes, 1) if len(asked) == 1 else None
-    return "trainer.placement.policy_num_gpus_per_node", fits
+    room = there - sum(asked.values()) + asked["policy"]
+    if room >= placement.policy_num_gpus_per_node:
+        return "trainer.placement.policy_num_nodes", room // placement.policy_num_gpus_per_node
+    return "trainer.placement.policy_num_gpus_per_node", max(room, 0) // placement.policy_num_nodes or None
 
 
 def idle_gpus(cfg: SkyRLTrainConfig, nodes: Sequence[int]) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -194,7 +195,8 @@ def _engines(cfg: SkyRLTrainConfig, dims: ModelDimensions | None) -> Iterator[Pr
         fix = f"must be 1 or data_parallel_size · tensor_parallel_size = {spread}"
         yield Problem(f"{_E}expert_parallel_size", engine.expert_parallel_size, fix)
     if dims is not None and dims.num_attention_heads % engine.tensor_parallel_size:
-        fix = f"must divide the model's {dims.num_attention_heads} attention heads"
+        fits = math.gcd(engine.tensor_parallel_size, dims.num_attention_heads)
+        fix = f"must divide the model's {dims.num_attention_heads} attention heads: set it to {fits}"
         yield Problem(f"{_E}tensor_parallel_size", engine.tensor_parallel_size, fix)
     if dims is not None and engine.pipeline_parallel_size > dims.num_layers:
         fix = f"the model has only {dims.num_layers} layers: lower it"
