@@ -19,6 +19,7 @@ CURVE = ("policy/policy_loss", "policy/grad_norm", "policy/policy_entropy", "rew
 KEYS = {
     "trainer__max_prompt_length": 96,
     "trainer__max_training_steps": STEPS,
+    "trainer__resume_mode": "none",
     "trainer__deterministic": "true",
     "trainer__policy__optimizer_config__lr": 1e-4,  # weights that differ by rounding sample the same tokens
 }
