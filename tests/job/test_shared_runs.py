@@ -15,7 +15,7 @@ from tests.job import runs
 pytestmark = [pytest.mark.vllm, pytest.mark.full_matrix, pytest.mark.timeout(2 * runs.TIMEOUT_S)]
 
 STEPS = 3
-CURVE = ("policy/policy_loss", "policy/grad_norm", "policy/policy_entropy", "reward/avg_raw_reward")
+CURVE = ("policy/policy_loss", "policy/grad_norm", "reward/avg_raw_reward")
 KEYS = {
     "trainer__max_prompt_length": 96,
     "trainer__max_training_steps": STEPS,
