@@ -37,7 +37,7 @@ TABLE = {
     "skyrl_megatron_parts.profiling": (2, MEASURES),
     "skyrl_megatron.runtime.cpu_patches": (5, KERNELS),
     "skyrl_megatron.runtime.checkpoint.rank_files": (1, MEMORY),
-    "skyrl_megatron.config.rules.megatron_rules": (6, REFUSES),
+    "skyrl_megatron.config.rules.megatron_rules": (5, REFUSES),
     "skyrl_megatron.config.rules.exact_rules": (1, REFUSES),
     "skyrl_megatron.config.rules.passthrough": (1, REFUSES),
     "skyrl_megatron.config.rules.exchange_rules": (2, REFUSES),
