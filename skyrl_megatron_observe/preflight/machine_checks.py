@@ -222,8 +222,8 @@ def attention(run: PlannedRun) -> Iterator[Problem]:
         unfused = asked == "unfused" or (asked is None and not run.cfg.trainer.flash_attn)
         flash = not model.table.plan.shape.mla and importlib.util.find_spec("flash_attn") is not None
         heads = model.table.plan.shape.dims["A"] // model.parallel.tp
-        theirs = model.kernels.fused and not replaces_attention(run.cfg, role)  # else the attention is ours
-        if theirs and not (unfused or flash) and sequences * heads * tokens**2 >= LIMIT:
+        fused = model.kernels.fused and not replaces_attention(run.cfg, role)  # else the attention is ours
+        if fused and not (unfused or flash) and sequences * heads * tokens**2 >= LIMIT:
             yield no_deterministic_kernel(sequences, heads, tokens, f"trainer.{role}.megatron_config.")
 
 

@@ -271,7 +271,7 @@ def policy_gradient_step(folder, batch, scratch, *, aux_coefficient=0.0, z_coeff
 
     import torch
 
-    model = load_model(folder)
+    model = load_model(folder, "float64")
     seen = router_logits(model) if aux_coefficient or z_coefficient else []
     optimizer = torch.optim.AdamW(model.parameters(), LR, eps=ADAM_EPS, weight_decay=0.0)
     numbers = grads = None
