@@ -142,14 +142,17 @@ class _Columns:
         size = self.settings.chunk_size or max(tokens, 1)
         return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
-    def forward(self, logits_of: Callable[[slice], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (log-probs [P], entropies [P], input of :meth:`coefficients`). ``logits_of``: rows → [rows, real].
+    def forward(self, logits_of: Callable[[slice], Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (log-probs [P], entropies [P], input of :meth:`coefficients`), fp32 or of fp64 logits fp64.
+
+        ``logits_of``: rows → [rows, real] in ``dtype``.
 
         With s = (logit − peak) / temperature: log p = s_target − log Σ exp(s);  H = log Σ exp(s) − Σ p s.
         """
         settings = self.settings
         # one tensor for all four numbers, so that two collectives per micro-batch join them
-        statistics = torch.empty(4, len(self.targets), dtype=torch.float32, device=self.targets.device)
+        sums = torch.promote_types(dtype, torch.float32)
+        statistics = torch.empty(4, len(self.targets), dtype=sums, device=self.targets.device)
         exact = torch.empty_like(statistics[0]) if exact_ops.active() else None
         for rows in self.chunks():
             logits = logits_of(rows)
@@ -252,7 +255,9 @@ class _FromLogits(torch.autograd.Function):
         further: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         columns = _Columns.of(targets, logits.shape[-1], group, settings, support)
-        logprobs, entropy, softmax = columns.forward(lambda rows: _rows(logits, rows, columns.real, further))
+        logprobs, entropy, softmax = columns.forward(
+            lambda rows: _rows(logits, rows, columns.real, further), logits.dtype
+        )
         ctx.save_for_backward(logits, softmax, further)
         ctx.columns = columns
         return _outputs(ctx, logprobs, entropy)
@@ -309,7 +314,7 @@ class _FromHidden(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         columns = _Columns.of(targets, len(weight), group, settings, support)
         maps = _Maps(hidden, weight[: columns.real], h, None if b is None else b[: columns.real])
-        logprobs, entropy, softmax = columns.forward(maps.logits)
+        logprobs, entropy, softmax = columns.forward(maps.logits, hidden.dtype)
         ctx.save_for_backward(hidden, weight, h, b, softmax)
         ctx.columns = columns
         return _outputs(ctx, logprobs, entropy)

@@ -56,7 +56,7 @@ class Support:
 
 
 class Kernel(Protocol):
-    """Forward and backward pass over the logits x of n tokens, [n, v] of any float dtype; computed in fp32.
+    """Forward and backward pass over the logits x of n tokens, [n, v] of any float dtype; in fp32, of fp64 in fp64.
 
     ``targets``: [n] int64, the target's column, −1 if it is not among these v. ``kept``: [n, v] bool, the columns over
     which the softmax is taken, including the target; None: all. s = (x − peak) / temperature.
@@ -65,7 +65,7 @@ class Kernel(Protocol):
     def statistics(
         self, logits: Tensor, targets: Tensor, kept: Tensor | None, *, temperature: float, with_entropy: bool
     ) -> Tensor:
-        """Return [4, n] fp32: peak = max x; Σ exp(s); for the entropy Σ exp(s)·s; x of the target, 0 if not here.
+        """Return [4, n]: peak = max x; Σ exp(s); for the entropy Σ exp(s)·s; x of the target, 0 if not here.
 
         Both sums exclude the target, so that 1 − p is exact for a token with p near 1. Without a kept column the peak
         is ``FLOOR``.
@@ -91,7 +91,7 @@ class Kernel(Protocol):
 class TorchKernel:
     """The kernel in torch operations, for the CPU, and for GPUs without Triton.
 
-    It processes blocks of rows in fp32 buffers that fit the processor's cache. Without blocks, each operation on
+    It processes blocks of rows in buffers that fit the processor's cache. Without blocks, each operation on
     [1024, 65536] would read and write main memory.
     """
 
@@ -99,8 +99,8 @@ class TorchKernel:
     def statistics(
         logits: Tensor, targets: Tensor, kept: Tensor | None, *, temperature: float, with_entropy: bool
     ) -> Tensor:
-        """Reduce the columns of each token, [n, v], to four numbers, [4, n] fp32 (``Kernel.statistics``)."""
-        numbers = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
+        """Reduce the columns of each token, [n, v], to four numbers, [4, n] (``Kernel.statistics``)."""
+        numbers = logits.new_zeros(4, len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
         if not logits.shape[1]:
             # a rank whose columns are all padding: exp(FLOOR − peak) is 0 whatever the others have
             numbers[0] = FLOOR
@@ -154,11 +154,11 @@ class TorchKernel:
 
 
 def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield (rows, two fp32 buffers of their shape) for all rows."""
+    """Yield (rows, two buffers of their shape, fp32 or of fp64 logits fp64) for all rows."""
     n, v = logits.shape
     size = max(1, BLOCK_BYTES // (4 * v))
     # allocated once for all blocks: they stay in the processor's cache
-    space = torch.empty(2, min(size, n), v, dtype=torch.float32, device=logits.device)
+    space = logits.new_empty(2, min(size, n), v, dtype=torch.promote_types(logits.dtype, torch.float32))
     for start in range(0, n, size):
         count = min(size, n - start)
         yield slice(start, start + count), space[0, :count], space[1, :count]

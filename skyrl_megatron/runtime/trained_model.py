@@ -20,7 +20,7 @@ from skyrl_megatron.config.roles import (
     is_frozen,
     parallel_config,
 )
-from skyrl_megatron.config.rules.megatron_rules import THEIR_ATTENTION, replaces_attention, unshared_prefixes
+from skyrl_megatron.config.rules.megatron_rules import UNMEASURED, replaces_attention, unshared_prefixes
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron.runtime import cpu_patches as megatron_patches
 from skyrl_megatron.runtime import loss_scale, parallel_state
@@ -34,7 +34,6 @@ from skyrl_megatron.runtime.flops import model_flops
 from skyrl_megatron.runtime.hf_weights import load_hf
 from skyrl_megatron.runtime.model.attention_kernels import require_deterministic
 from skyrl_megatron.runtime.model.build import build_model, return_hidden_states
-from skyrl_megatron.runtime.model.description import TRANSFORMER_ENGINE
 from skyrl_megatron.runtime.model.moe import count_copies, number_sequences, routers_of
 from skyrl_megatron.runtime.model.pass_inputs import replay_routes
 from skyrl_megatron.runtime.offload import Offload
@@ -141,8 +140,8 @@ class TrainedModel:
         if wanted == "never":
             return False
         reasons = unshared_prefixes(self.cfg, self.role)
-        if wanted == "auto" and self.model.config.transformer_impl == TRANSFORMER_ENGINE:
-            reasons.append(THEIR_ATTENTION)
+        if wanted == "auto" and device.has_cuda():
+            reasons.append(UNMEASURED)
         if reasons:
             if wanted == "always":
                 raise ConfigError(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from skyrl_megatron.config.derive import supervised
-from skyrl_megatron.config.rules.megatron_rules import THEIR_ATTENTION, unshared_prefixes
+from skyrl_megatron.config.rules.megatron_rules import UNMEASURED, unshared_prefixes
 from skyrl_megatron.data.prefixes import SHORT, WORTH, SharedPrefixes
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def why_unshared(model: RoleModel) -> str:
         return ONE_SAMPLE
     if cfg.trainer.share_prefixes == "never":
         return "trainer.share_prefixes=never"
-    if model.kernels.fused and cfg.trainer.share_prefixes == "auto":
-        reasons.append(THEIR_ATTENTION)
+    if not model.kernels.on_cpu and cfg.trainer.share_prefixes == "auto":
+        reasons.append(UNMEASURED)
     return next(iter(reasons), "")
 
 

@@ -152,7 +152,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         return route(self, logits, padding_mask)
 
     route = moe.TokenWeightedRouter.routing
-    rightly, back = conversions.InterleaveGatedQkv.to_parts, attention._heads_to_tokens
+    rightly, back = conversions.InterleaveGatedQkv.to_parts, delta_net._heads_to_tokens
     planted = {
         "rotary keys keep their own heads' gradient": (
             family_attention.LatentAttention,
@@ -165,7 +165,7 @@ def compare_with_fault(fault: str, *arguments: Any) -> tuple[float | None, dict[
         "states run on into the next sequence": (delta_net, "chunk_plan", one_sequence),
         "gates behind all queries": (conversions.InterleaveGatedQkv, "to_parts", queries_then_gates),
         "gated norm keeps its own heads' gradient": (delta_net, "RMSNorm", norm_of_own_heads),
-        "heads come back in their senders' order": (attention, "_heads_to_tokens", shuffled),
+        "heads come back in their senders' order": (delta_net, "_heads_to_tokens", shuffled),
         "every key is seen": (
             family_attention,
             "_top_k_mask",

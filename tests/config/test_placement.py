@@ -117,18 +117,6 @@ def test_a_smaller_machine_than_the_recipe_is_for(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_no_memory_is_counted_on_devices_that_cannot_be(model, mistake):
-    from skyrl_megatron.checks import PlannedRun
-    from skyrl_megatron.config.derive import derive
-    from skyrl_megatron_observe.preflight.machine_checks import memory
-
-    cfg = of(model, *MISTAKES[mistake][0], f"{E}run_engines_locally=true")
-    derive(cfg)
-    assert list(memory(PlannedRun(cfg, Hardware(8, 4, elsewhere=True, gpu_bytes=80 << 30, host_bytes=1 << 40)))) == []
-
-
-@pytest.mark.filterwarnings("ignore")
 def test_nodes_of_different_sizes(model):
     cfg = of(model, *EIGHT, f"{P}policy_num_nodes=2")
     (line,) = said(cfg, Hardware(8, 3, elsewhere=True, uneven=(8, 4, 4)))

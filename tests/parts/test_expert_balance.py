@@ -6,6 +6,7 @@ from tests.training import bodies, reference
 from tests.training.bodies import MEGATRON, NO_DISTRIBUTED
 
 BALANCED = NO_DISTRIBUTED | {
+    "trainer.share_prefixes": "never",  # trees are dealt otherwise: tests/training/test_shared_prefixes.py
     f"{MEGATRON}moe_enable_routing_replay": True,
     f"{MEGATRON}moe_balance_experts": True,
     "trainer.micro_train_batch_size_per_gpu": 2,
@@ -60,7 +61,8 @@ def test_the_step_is_the_same_and_the_load_is_level(ranks, folder, skewed, expec
     for outcome in outcomes:
         found = [outcome.metrics[f"moe_microbatch_imbalance{kind}"] for kind in ("_bound", "", "_plain")]
         assert found == sorted(found) and outcome.metrics["moe_balance_s"] > 0
-        assert found[1] < 1 + 0.6 * (found[2] - 1), "the plain plan is hardly worse"
+        if not (name.startswith("dp4") and more):  # of four rows by tokens there is one plan
+            assert found[1] < 1 + 0.6 * (found[2] - 1), "the plain plan is hardly worse"
         assert found == [outcomes[0].metrics[f"moe_microbatch_imbalance{kind}"] for kind in ("_bound", "", "_plain")]
 
 

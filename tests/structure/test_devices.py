@@ -30,7 +30,7 @@ TABLE = {
     "skyrl_megatron_lora.vllm_worker": (1, VLLM),
     "skyrl_megatron.runtime.logprobs": (1, KERNELS),
     "skyrl_megatron.runtime.offload": (3, MEMORY),
-    "skyrl_megatron.runtime.trained_model": (2, f"{MEMORY}; {KERNELS}"),
+    "skyrl_megatron.runtime.trained_model": (3, f"{MEMORY}; {KERNELS}"),
     "skyrl_megatron.runtime.flops": (1, MEASURES),
     "skyrl_megatron.runtime.engine_settings": (3, KERNELS),
     "skyrl_megatron.runtime.optimizer": (3, MEMORY),

@@ -156,8 +156,8 @@ def unshared_prefixes(cfg: SkyRLTrainConfig, role: str) -> list[str]:
     return [fix for fix, holds in wrong.items() if holds]
 
 
-THEIR_ATTENTION = "Transformer Engine's attention cannot; always puts this package's into its layers"
-"""Why ``auto`` shares nothing there: this package's attention was not measured on a GPU."""
+UNMEASURED = "what that gains on a GPU was not measured yet: set trainer.share_prefixes=always"
+"""Why ``auto`` shares nothing on a GPU."""
 
 
 def replaces_attention(cfg: SkyRLTrainConfig, role: str) -> bool:

@@ -206,8 +206,8 @@ class TrainerConfig(BaseConfig):
     share_prefixes: Annotated[str, OneOf("auto", "always", "never")] = "auto"
     """Compute tokens once that several rows of a micro-batch begin with, such as the prompt of a group's samples or
     the calls before an agent's next one. Log-probs, losses and gradients are those of separate rows, to rounding.
-    Set `max_tokens_per_microbatch`, which then counts such tokens once. `auto`: if that saves a tenth of the tokens,
-    and the model can."""
+    Set `max_tokens_per_microbatch`, which then counts such tokens once. `auto`: on the CPU, if that
+    saves a tenth of the tokens and the model can."""
     logprobs_chunk_size: Count | None = 1024
     """Number of tokens whose log-probabilities are computed from logits at a time, to limit memory. None: all at
     once."""

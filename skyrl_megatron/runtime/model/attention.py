@@ -102,60 +102,6 @@ def gather_tokens(
     return gathered
 
 
-class _Exchange(torch.autograd.Function):
-    """Exchanges tokens for heads (``to_heads``) or heads for tokens. Each is the transpose of the other."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup, to_heads: bool) -> Tensor:
-        ctx.lengths, ctx.group, ctx.to_heads = lengths, group, to_heads
-        return (_tokens_to_heads if to_heads else _heads_to_tokens)(x, lengths, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        back = _heads_to_tokens if ctx.to_heads else _tokens_to_heads
-        return back(grads[0], ctx.lengths, ctx.group), None, None, None
-
-
-def _tokens_to_heads(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    cp = group.size()
-    received = _all_to_all(x.unflatten(1, (cp, -1)).transpose(0, 1), group)  # [rank of the tokens, p, n / cp, …]
-    return received.flatten(0, 1)[global_order(lengths, cp).to(x.device)]
-
-
-def _heads_to_tokens(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    cp = group.size()
-    held = torch.cat([local_positions(lengths, cp, rank) for rank in range(cp)]).to(x.device)
-    received = _all_to_all(x[held].unflatten(0, (cp, -1)), group)  # [rank of the heads, p, n / cp, …]
-    return received.transpose(0, 1).flatten(1, 2)
-
-
-def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Send ``x[rank]`` to each rank of the group; return the received tensors, by sender."""
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=group)
-    return received
-
-
-def tokens_to_heads(x: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Exchange [P / cp, n, …], this rank's tokens with all heads, for [P, n / cp, …]; differentiable.
-
-    The result has all tokens, in the packed global order, with a cp-th of the heads.
-    """
-    if group.size() == 1:
-        return x
-    exchanged: Tensor = _Exchange.apply(x, padded_lengths, group, True)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
-def heads_to_tokens(x: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
-    """Undo :func:`tokens_to_heads`: [P, n / cp, …] → [P / cp, n, …]."""
-    if group.size() == 1:
-        return x
-    exchanged: Tensor = _Exchange.apply(x, padded_lengths, group, False)  # type: ignore[no-untyped-call]
-    return exchanged
-
-
 @dataclass(frozen=True, slots=True)
 class UnfoldedRows:
     """The rows of a pack of segments, each whole, for layers with a state that passes along a row."""

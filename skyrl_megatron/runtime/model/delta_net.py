@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from skyrl_megatron.runtime.model import delta_kernels
-from skyrl_megatron.runtime.model.attention import heads_to_tokens, tokens_to_heads
+from skyrl_megatron.runtime.model.attention import global_order, local_positions
 from skyrl_megatron.runtime.model.delta_rule import chunk_plan, gated_delta_rule, l2_normalize, short_convolution
 from skyrl_megatron.runtime.model.norm import RMSNorm
 
@@ -24,6 +25,60 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer import TransformerConfig
+
+
+class _Exchange(torch.autograd.Function):
+    """Exchanges tokens for heads (``to_heads``) or heads for tokens. Each is the transpose of the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup, to_heads: bool) -> Tensor:
+        ctx.lengths, ctx.group, ctx.to_heads = lengths, group, to_heads
+        return (_tokens_to_heads if to_heads else _heads_to_tokens)(x, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        back = _heads_to_tokens if ctx.to_heads else _tokens_to_heads
+        return back(grads[0], ctx.lengths, ctx.group), None, None, None
+
+
+def _tokens_to_heads(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    cp = group.size()
+    received = _all_to_all(x.unflatten(1, (cp, -1)).transpose(0, 1), group)  # [rank of the tokens, p, n / cp, …]
+    return received.flatten(0, 1)[global_order(lengths, cp).to(x.device)]
+
+
+def _heads_to_tokens(x: Tensor, lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    cp = group.size()
+    held = torch.cat([local_positions(lengths, cp, rank) for rank in range(cp)]).to(x.device)
+    received = _all_to_all(x[held].unflatten(0, (cp, -1)), group)  # [rank of the heads, p, n / cp, …]
+    return received.transpose(0, 1).flatten(1, 2)
+
+
+def _all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send ``x[rank]`` to each rank of the group; return the received tensors, by sender."""
+    x = x.contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=group)
+    return received
+
+
+def tokens_to_heads(x: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Exchange [P / cp, n, …], this rank's tokens with all heads, for [P, n / cp, …]; differentiable.
+
+    The result has all tokens, in the packed global order, with a cp-th of the heads.
+    """
+    if group.size() == 1:
+        return x
+    exchanged: Tensor = _Exchange.apply(x, padded_lengths, group, True)  # type: ignore[no-untyped-call]
+    return exchanged
+
+
+def heads_to_tokens(x: Tensor, padded_lengths: tuple[int, ...], group: dist.ProcessGroup) -> Tensor:
+    """Undo :func:`tokens_to_heads`: [P, n / cp, …] → [P / cp, n, …]."""
+    if group.size() == 1:
+        return x
+    exchanged: Tensor = _Exchange.apply(x, padded_lengths, group, False)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class GatedDeltaNet(MegatronModule):
