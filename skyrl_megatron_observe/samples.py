@@ -88,7 +88,7 @@ class SampleLog:
         return rows
 
     def _beyond_clip(self, batch: TrainingBatch) -> np.ndarray:
-        """Return for each row the share of its trained tokens whose probability by the trainer before the update lies
+        """Return for each row the share of its trained tokens whose probability by the trainer before the update is
         beyond ``eps_clip_low`` and ``eps_clip_high`` around the engine's, [B] in 0 to 1; zeros if one of the two is
         unknown. What the update itself will clip depends on its optimizer steps: nobody knows it when samples are
         kept."""

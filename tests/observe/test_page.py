@@ -152,8 +152,8 @@ def test_lanes_of_a_step(quiet, report, made):
     assert sum(text.endswith(" %") for text in texts) == 7
     [line] = [line for line in made_lines(made) if line["step"] == 37]
     saved, total = line["policy/shared_prefix_share"], line["trainer/tokens_per_second"] * line["timing/step"]
-    told = quiet.run("document.querySelector('[data-tokens]').textContent")
-    unique, of, share = re.match(r"unique tokens ([\d.]+)k of ([\d.]+)k: ([\d.]+) %", told).groups()
+    text = quiet.run("document.querySelector('[data-tokens]').textContent")
+    unique, of, share = re.match(r"unique tokens ([\d.]+)k of ([\d.]+)k: ([\d.]+) %", text).groups()
     assert float(share) == pytest.approx(100 * saved, abs=0.06) and float(of) == pytest.approx(total / 1e3, rel=0.01)
     assert float(unique) == pytest.approx((1 - saved) * total / 1e3, rel=0.01)
 
