@@ -29,7 +29,7 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 # Ray replaces a loopback address by the machine's own, unless this says, when it is imported, that it is alone.
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 
-from skyrl_megatron import progress
+from skyrl_megatron import plugins, progress
 from tests.support import rotation, workers
 from tests.support.engines import VOCABULARY, LoopThread, SharedEngines
 from tests.support.fast import ProcessGuard
@@ -195,6 +195,18 @@ class PartCounter:
                 terminalreporter.write_line(
                     f"at this pace {changes} changes reach all of it (one_in(n): n times as many)"
                 )
+
+
+@pytest.fixture(autouse=True)
+def plugins_of_the_test() -> Iterator[None]:
+    """What a test loads as ``trainer.plugins`` is not asked for in the processes of later ones."""
+    before = {name: os.environ.get(name) for name in (plugins.VARIABLE, plugins.FOLDERS)}
+    yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
