@@ -334,10 +334,12 @@ class RowSpans:
 
     def _reduced(self, function: np.ufunc, values: Tensor, empty: float, dtype: Any) -> Tensor:
         """Return ``function`` over each row, [B]; ``empty`` of an empty row."""
-        some = self.lengths > 0
+        rows = np.flatnonzero(self.lengths)  # without the empty rows each row ends where the next one begins
         out = np.full(len(self), empty, dtype)
-        if some.any():  # without the empty rows each row ends where the next one begins
-            out[some] = function.reduceat(values.numpy(), self.starts[some], dtype=dtype)
+        blocks = self.starts[rows] // 2**20  # NumPy holds the GIL while it converts values
+        for some in np.split(rows, np.flatnonzero(np.diff(blocks)) + 1) if len(rows) else ():
+            first, end = self.starts[some[0]], self.starts[some[-1]] + self.lengths[some[-1]]
+            out[some] = function.reduceat(values[first:end].numpy(), self.starts[some] - first, dtype=dtype)
         return torch.from_numpy(out)
 
     def spread(self, of_rows: Tensor) -> Tensor:

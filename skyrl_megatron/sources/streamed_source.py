@@ -43,6 +43,7 @@ class StreamedRollouts(AgedRollouts):
         """The groups on disk, which outlive the process; set by :meth:`open`."""
         self.taken: list[Group] = []
         """Groups that were taken for the current step."""
+        self._first: dict[str, int] = {}  # uid → number of the first group that has it
         self._unused: set[int] = set()  # numbers of taken groups that are not trained on
         self._position: dict[str, Any] = {"oldest": 0, "ahead": []}  # of the stream, after the last step
         self._recovered = ResumedGroups()
@@ -93,8 +94,11 @@ class StreamedRollouts(AgedRollouts):
         self.loader.observe(number, values)
 
     async def sample_group(self, group: Group) -> GeneratorOutput:
-        """Sample the rows of a group."""
-        generator_input, uids = self.parts.prepare_generator_input([group.prompt], "train")
+        """Sample the rows of a group. Small data have a prompt again before its first group is trained, maybe in the
+        same step: trajectories are named ``UID#NUMBER`` then."""
+        first = self._first.setdefault(group.uid, group.number)
+        name = group.uid if group.number == first else f"{group.uid.partition('#')[0]}#{group.number}"
+        generator_input, uids = self.parts.prepare_generator_input([group.prompt | {"uid": name}], "train")
         if self.groups is not None:
             generator_input["trajectory_log"] = await self.groups.trajectories(group, len(uids))
         output: GeneratorOutput = await self.parts.generator.generate(generator_input, disable_tqdm=True)

@@ -1,5 +1,6 @@
 """Whole runs whose rollouts run ahead: real Ray, Megatron ranks and vLLM engine."""
 
+import json
 import signal
 
 import pytest
@@ -39,8 +40,6 @@ def folder(tmp_path, monkeypatch):
 
 
 def notes(folder):
-    import json
-
     return [json.loads(line) for line in (folder / "notes.jsonl").read_text().splitlines()]
 
 
@@ -99,6 +98,32 @@ def test_sampling_runs_ahead_within_the_bound(folder):
     assert sum(line["async/failed_groups"] for line in lines) >= 1
     assert all(line["async/pause_seconds"] > 0 for line in lines[:-1])
     assert all("policy/final_loss" in line for line in lines)
+
+
+NAMES = """
+import json
+from skyrl_megatron.rollout.gym_generator import SkyRLGymGenerator
+sample = SkyRLGymGenerator.generate
+async def generate(self, batch, **options):
+    step = batch["batch_metadata"].global_step
+    with open("names.jsonl", "a") as file:
+        file.writelines(json.dumps([step, id.to_string()]) + chr(10) for id in batch["trajectory_ids"])
+    return await sample(self, batch, **options)
+SkyRLGymGenerator.generate = generate
+"""
+
+
+def test_a_prompt_that_is_in_flight_twice_has_two_names(folder):
+    """The gateway of agents, seeds and partial trajectories go by a trajectory's name and step."""
+    lines = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
+    (folder / "prompts.jsonl").write_text("".join(lines[:4]))
+    done = runs.run(folder, NOTES + NAMES, **AHEAD | {"trainer__max_training_steps": 3}).check()
+    assert [line["step"] for line in done.lines] == [1, 2, 3]
+    names = [tuple(json.loads(line)) for line in (folder / "names.jsonl").read_text().splitlines()]
+    assert len(names) == 3 * 4 * 4 == len(set(names))
+    prompts = {(step, name.partition("#")[0].partition("_")[0]) for step, name in names}
+    assert len(prompts) < 3 * 4, "no prompt was in flight twice"
+    assert {name.partition("#")[0].partition("_")[0] for _, name in names} == {"0", "1", "2", "3"}
 
 
 @pytest.mark.full_matrix
