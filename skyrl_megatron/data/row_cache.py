@@ -269,6 +269,7 @@ def serve() -> None:
         for result in results:
             answers.write(pickle.dumps((result,)))
             answers.flush()
+        pool.shutdown()  # the processor time of its processes becomes that of this one
         pickle.dump(None, answers)
     except DataError as error:
         pickle.dump(error, answers)
