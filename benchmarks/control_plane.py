@@ -113,6 +113,8 @@ def measure(side: str, shape: Shape, store: int, enough_s: float) -> Result:
             first.watch(actor)
         carried.step(Inputs.of(tiny), first)  # imports, and the first use of each function
         first.transferred()
+        gc.collect()
+        gc.freeze()  # as a run does once it has started: Ray collects garbage now and then, which holds the GIL
         inputs = Inputs.of(shape)
         gc.collect()
         seconds: list[float] = []
