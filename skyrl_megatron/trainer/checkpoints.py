@@ -19,6 +19,7 @@ from skyrl_megatron.identity import (
     changed_settings,
     from_json,
     is_of_other,
+    model_part,
     other_parts,
     read_identity,
     refuse_other,
@@ -88,11 +89,13 @@ def resume_key(cfg: SkyRLTrainConfig) -> str:
 
 
 def is_same_run(cfg: SkyRLTrainConfig, checkpoint: SavedCheckpoint) -> bool:
-    """Return whether the run may continue a checkpoint. Data files, whose content takes long to read, are not
-    compared."""
-    return not other_parts(
-        from_json(checkpoint.manifest.identity), run_identity(cfg, data=()), cfg.trainer.resume_other
-    )
+    """Return whether the run may continue a checkpoint. A model that is gone is compared by its name, and data files,
+    whose content takes long to read, are not compared."""
+    saved, model = from_json(checkpoint.manifest.identity), model_part(cfg)
+    gone = "model" in saved and not model.digest
+    if gone and not saved["model"].shown.startswith(model.shown.removesuffix("()")):
+        return False
+    return not other_parts(saved, run_identity(cfg, data=()), cfg.trainer.resume_other)
 
 
 def resume_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
