@@ -183,7 +183,8 @@ def prepare_export(export_path: str | Path, step: int, role: str = "policy", ide
     """Return :func:`export_folder` after removing an earlier export. Call it on one rank.
 
     ``identity``: of the run. Exports of another run in the folder of the step are not removed: the folder gets a name
-    with ``of_`` and digits of their identity. Raises CheckpointError if the old export cannot be removed.
+    with ``of_`` and digits of their identity, which a warning says. Raises CheckpointError if the old export cannot
+    be removed.
     """
     target = export_folder(export_path, step, role)
     try:
@@ -194,6 +195,8 @@ def prepare_export(export_path: str | Path, step: int, role: str = "policy", ide
                 if aside.exists():
                     shutil.rmtree(aside)
                 target.parent.rename(aside)
+                moved = f"{target.parent} held the export of another run, which is now in {aside.name}"
+                warnings.warn(moved, SkyRLMegatronWarning, stacklevel=2)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_identity(target.parent, identity)
         if target.exists():
