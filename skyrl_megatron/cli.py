@@ -25,7 +25,7 @@ VERBS = {
     "evaluate": ("skyrl_megatron.entrypoints.main_generate", "evaluate a model; key=value"),
     "check": ("skyrl_megatron.entrypoints.main_base:check_only", "check a configuration; starts nothing"),
     "doctor": ("skyrl_megatron_tools.doctor.__main__", "check this machine, each finding with its fix"),
-    "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: gsm8k or sums"),
+    "prepare": ("skyrl_megatron.data.prepare", "write a data set of prompts: addition, aime, gsm8k, …"),
     "examples": ("skyrl_megatron_tools.write_examples", "write the examples and their data makers into a folder"),
     "convert": ("skyrl_megatron.cli:convert", "convert a checkpoint to a Hugging Face folder"),
     "report": ("skyrl_megatron_observe.run_report", "write report.html of a run"),

@@ -92,7 +92,7 @@ def _hardware(options: Mapping[str, str]) -> Hardware:
     text = options.get("--check", "")
     if not text:
         return run_hardware()
-    match = re.fullmatch(r"(\d+)x(\d+)", text)
+    match = re.fullmatch(r"([1-9]\d*)x(\d+)", text)
     if match is None:
         raise ConfigError([Problem("--check", text, "write NODESxGPUS, e.g. --check=2x8, or --check alone")])
     return Hardware(gpus_per_node=int(match[2]), nodes=int(match[1]), elsewhere=True)

@@ -88,8 +88,7 @@ def pin(
             commit = commits.get(repo.key) or recorded.get(repo.key) or resolve(repo, say=say)
             fetch(repo, commit, SMALL if repo.kind == "model" else CARD, say=say)
         except HubError as error:
-            hint = similar_folder(repo.name)
-            here = f"no local folder {repo.name}{hint}. As a hub name: " if hint or "/" not in repo.name else ""
+            here = f"no local folder {repo.name}{similar_folder(repo.name)}. As a hub name: "
             problems.append(Problem(key, value, f"{here}{error}"))
             continue
         commits[repo.key] = commit

@@ -19,6 +19,7 @@ from skyrl_megatron.identity import (
     changed_settings,
     from_json,
     is_of_other,
+    model_part,
     other_parts,
     read_identity,
     refuse_other,
@@ -88,11 +89,13 @@ def resume_key(cfg: SkyRLTrainConfig) -> str:
 
 
 def is_same_run(cfg: SkyRLTrainConfig, checkpoint: SavedCheckpoint) -> bool:
-    """Return whether the run may continue a checkpoint. Data files, whose content takes long to read, are not
-    compared."""
-    return not other_parts(
-        from_json(checkpoint.manifest.identity), run_identity(cfg, data=()), cfg.trainer.resume_other
-    )
+    """Return whether the run may continue a checkpoint. A model that is gone is compared by its name, and data files,
+    whose content takes long to read, are not compared."""
+    saved, model = from_json(checkpoint.manifest.identity), model_part(cfg)
+    gone = "model" in saved and not model.digest
+    if gone and not saved["model"].shown.startswith(model.shown.removesuffix("()")):
+        return False
+    return not other_parts(saved, run_identity(cfg, data=()), cfg.trainer.resume_other)
 
 
 def resume_problems(cfg: SkyRLTrainConfig) -> Iterator[Problem]:
@@ -180,7 +183,8 @@ def prepare_export(export_path: str | Path, step: int, role: str = "policy", ide
     """Return :func:`export_folder` after removing an earlier export. Call it on one rank.
 
     ``identity``: of the run. Exports of another run in the folder of the step are not removed: the folder gets a name
-    with ``of_`` and digits of their identity. Raises CheckpointError if the old export cannot be removed.
+    with ``of_`` and digits of their identity, which a warning says. Raises CheckpointError if the old export cannot
+    be removed.
     """
     target = export_folder(export_path, step, role)
     try:
@@ -191,6 +195,8 @@ def prepare_export(export_path: str | Path, step: int, role: str = "policy", ide
                 if aside.exists():
                     shutil.rmtree(aside)
                 target.parent.rename(aside)
+                moved = f"{target.parent} held the export of another run, which is now in {aside.name}"
+                warnings.warn(moved, SkyRLMegatronWarning, stacklevel=2)
             target.parent.mkdir(parents=True, exist_ok=True)
             write_identity(target.parent, identity)
         if target.exists():

@@ -4,7 +4,6 @@ last lines of a run."""
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from skyrl_megatron.config.derive import is_data_file
 from skyrl_megatron.config.resolve import run_folder
 from skyrl_megatron.config.roles import active_roles, is_frozen
 from skyrl_megatron.config.schema.evaluation import StopCondition
@@ -213,10 +213,12 @@ def _missing_exports(cfg: SkyRLTrainConfig, step: int) -> list[str]:
 
 
 def _same_sizes(cfg: SkyRLTrainConfig, files: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the training files have the sizes in the checkpoint. Resuming compares their contents."""
+    """Return whether the training files have the names and sizes in the checkpoint, those that are gone the names.
+    Resuming compares their contents."""
     saved = {(file["name"], file["bytes"]) for file in files}
-    paths = [path for path in map(Path, cfg.data.train_data) if os.path.isfile(path)]
-    return all((path.name, path.stat().st_size) in saved for path in paths)
+    paths = [Path(source).expanduser() for source in cfg.data.train_data if is_data_file(source)]
+    sizes = [(path.name, path.stat().st_size) for path in paths if path.is_file()]
+    return {*sizes} <= saved and {path.name for path in paths if not path.exists()} <= {name for name, _ in saved}
 
 
 SCORE = "eval/all/avg_score"
@@ -231,7 +233,7 @@ def summary_lines(cfg: SkyRLTrainConfig, saved_step: int | None, step: int) -> l
     paths = {name: folder / file for name, file in {"metrics": METRICS_FILE, **run_files()}.items()}
     exported = export_folder(cfg.trainer.export_path, step)
     # A Path would damage the address of an object store.
-    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path}/global_step_{saved_step}"
+    checkpoint = f"checkpoint: {cfg.trainer.ckpt_path.rstrip('/')}/global_step_{saved_step}"
     return [
         *([f"score: {score}"] if scores else []),
         *(f"{name}: {path}" for name, path in paths.items() if path.exists()),

@@ -30,6 +30,8 @@ SAMPLE_TOKEN = 25
 """Bytes of a token of a kept sample: its text and three numbers."""
 LARGEST_COUNTED = 256 << 20
 """Bytes of a JSON file whose lines are counted for the number of steps."""
+ADAM_BYTES = 12
+"""Bytes of a parameter's master and its two moments, which a checkpoint has in fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +138,14 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def checkpoint_bytes(model: RoleModel) -> float:
-    """Return the bytes that a role's checkpoint takes: weights and optimizer state, once."""
-    per_stage = model.parallel.world_size // model.parallel.pp
-    state = sum(
-        (size.optimizer + size.host_optimizer * 3 / 4) * per_stage
-        for size in (model.state(stage) for stage in range(model.parallel.pp))
-    )
-    factors = [model.factors(stage) for stage in range(model.parallel.pp)]
-    if model.adapters is not None:
-        return state + sum(factor.parameters for factor in factors if factor is not None) * model.kernels.width
-    return state + model.table.total() * model.kernels.width
+def checkpoint_bytes(model: RoleModel) -> int:
+    """Return the bytes of a role in a checkpoint: its trained weights once, and Adam's masters and moments, wherever a
+    run keeps them. Muon's state is smaller."""
+    parallel, trained = model.parallel, model.table.total()
+    factors = [model.factors(stage) for stage in range(parallel.pp)]
+    if factors[0] is not None:  # adapters: at most one part for each rank that splits them
+        trained = sum(max(parallel.tp, parallel.ep * parallel.etp) * one.parameters for one in factors if one)
+    return trained * (model.kernels.width + ADAM_BYTES)
 
 
 def _disk(

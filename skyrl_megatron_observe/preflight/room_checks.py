@@ -19,6 +19,7 @@ from skyrl_megatron.config.roles import active_roles, is_frozen, role_layout
 from skyrl_megatron.errors import ConfigError, Problem
 from skyrl_megatron_observe.estimate.memory_budget import gigabytes, parameter_tables
 from skyrl_megatron_observe.estimate.memory_phases import RoleModel
+from skyrl_megatron_observe.estimate.run_totals import checkpoint_bytes
 
 if TYPE_CHECKING:
     from skyrl_megatron.config import SkyRLTrainConfig
@@ -28,8 +29,6 @@ LOCAL_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that every node has for itself, unless a file system of the network is mounted there."""
 SHARED_SYSTEMS = ("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "glusterfs", "cifs", "9p", "virtiofs")
 MOUNTS = Path("/proc/mounts")
-ADAM_BYTES = 12
-"""Bytes of a parameter's master and its two moments, which a checkpoint has in fp32."""
 TOKEN_BYTES = 30
 """Bytes of a token in a step's rows without its experts: id, two masks and six numbers (``TrainingBatch``)."""
 STORE_SHARE, MOST_STORE = 0.3, 200 * 10**9
@@ -123,7 +122,7 @@ def _disk(wanted: Wanted, *, here: bool) -> Iterator[Problem | NotChecked]:
 def written(cfg: SkyRLTrainConfig, tables: Mapping[str, ParameterTable], *, on_cpu: bool) -> Iterator[Wanted]:
     """Yield what a run writes to each of its folders, at the worst."""
     trainer, trained = cfg.trainer, [role for role in active_roles(cfg) if not is_frozen(role)]
-    one = sum(checkpoint_bytes(cfg, role, tables[role], on_cpu=on_cpu) for role in trained)
+    one = sum(checkpoint_bytes(RoleModel.of(cfg, role, tables[role], on_cpu=on_cpu)) for role in trained)
     steps = trainer.max_training_steps
     if trainer.ckpt_interval > 0:
         number = math.ceil(steps / trainer.ckpt_interval) if steps else 1
@@ -150,17 +149,6 @@ def _saved(folder: Path) -> int:
         return len(list(folder.glob("global_step_*")))
     except OSError:  # such as a name that is too long, which the check of folders reports
         return 0
-
-
-def checkpoint_bytes(cfg: SkyRLTrainConfig, role: str, table: ParameterTable, *, on_cpu: bool) -> int:
-    """Return the bytes of a role in a checkpoint: its trained weights once, and Adam's masters and moments. Muon's
-    state is smaller."""
-    model = RoleModel.of(cfg, role, table, on_cpu=on_cpu)
-    parallel, trained = model.parallel, table.total()
-    factors = [model.factors(stage) for stage in range(parallel.pp)]
-    if factors[0] is not None:  # adapters: at most one part for each rank that splits them
-        trained = sum(max(parallel.tp, parallel.ep * parallel.etp) * one.parameters for one in factors if one)
-    return trained * (model.kernels.width + ADAM_BYTES)
 
 
 def row_bytes(cfg: SkyRLTrainConfig, table: ParameterTable) -> int:

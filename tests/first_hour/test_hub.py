@@ -407,7 +407,12 @@ REFUSED = {
         TINY.name,
         {"HF_ENDPOINT": "http://127.0.0.1:9"},
         [],
-        ["http://127.0.0.1:9 cannot be reached", "hf download acme/tiny", "HF_HUB_OFFLINE=1"],
+        [
+            "no local folder acme/tiny",
+            "http://127.0.0.1:9 cannot be reached",
+            "hf download acme/tiny",
+            "HF_HUB_OFFLINE=1",
+        ],
     ),
     "offline": (
         TINY.name,

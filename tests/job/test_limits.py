@@ -40,11 +40,14 @@ def test_the_setting_that_ends_a_run(epochs, most, steps, setting, says):
 
 @pytest.fixture
 def finished(tmp_path):
+    return leave(runs.prepare(tmp_path))
+
+
+def leave(folder, identity=None):
     """What a run of two steps leaves: model, data, a checkpoint without weights, and its numbers."""
     from skyrl_megatron.runtime.checkpoint.store import DATA, TRAINER_STATE, CheckpointStore, json_bytes
 
-    folder = runs.prepare(tmp_path)
-    store = CheckpointStore(folder / "ckpts")
+    store = CheckpointStore(folder / "ckpts", identity=identity)
     store.begin(2, {"policy": 0})
     files = [{"name": "prompts.jsonl", "bytes": (folder / "prompts.jsonl").stat().st_size, "sha256": ""}]
     data = {"epoch": 0, "batch": 2, "rows": 40, "batch_size": 4, "seed": 42, "files": files}
@@ -99,6 +102,43 @@ def test_what_only_the_run_can_tell_is_left_to_it(finished, overrides):
             file.write((finished / "prompts.jsonl").read_text().splitlines()[0] + "\n")
         overrides = {}
     assert remaining_work(config(finished, **overrides)) is None
+
+
+@pytest.mark.parametrize("wrong", ["data", "model"])
+def test_what_is_gone_is_no_mistake_but_a_wrong_name_is(tmp_path, wrong):
+    """The checkpoint names its model and its data."""
+    from skyrl_megatron.identity import as_json, run_identity
+    from skyrl_megatron.trainer.stopping import remaining_work
+
+    folder = runs.prepare(tmp_path)
+    finished = leave(folder, as_json(run_identity(config(folder))))
+
+    def left(**overrides):
+        from skyrl_megatron.config import SkyRLTrainConfig
+        from skyrl_megatron.config.hardware import local_hardware
+        from skyrl_megatron.config.validate import find_problems
+
+        cfg = SkyRLTrainConfig.from_cli_overrides(runs.arguments(finished, **overrides))
+        find_problems(cfg, local_hardware())
+        return remaining_work(cfg)
+
+    assert left().nothing
+    data = {"data__train_data": f"['{finished}/promts.jsonl']"}
+    assert left(**(data if wrong == "data" else {"trainer__policy__model__path": "Qwen/Qwen3-typo"})) is None
+    (finished / "prompts.jsonl").unlink()
+    for path in (finished / "model").glob("*.safetensors"):
+        path.unlink()
+    assert left().nothing
+
+
+@pytest.mark.parametrize("folder", ["/runs/ckpts", "/runs/ckpts/", "s3://bucket/ckpts/"])
+def test_the_last_checkpoint_is_a_path_to_paste(folder):
+    from skyrl_megatron.config import SkyRLTrainConfig
+    from skyrl_megatron.trainer.stopping import summary_lines
+
+    cfg = SkyRLTrainConfig()
+    cfg.trainer.ckpt_path = folder
+    assert f"checkpoint: {folder.removesuffix('/')}/global_step_3" in summary_lines(cfg, 3, 3)
 
 
 @pytest.mark.process

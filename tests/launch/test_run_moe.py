@@ -265,6 +265,7 @@ def test_check_for_another_machine_with_every_form(folder, capsys, form):
         (["--confg", "mine.yaml", "model=models/moe"], ["did you mean --config?"]),
         (["--check", "2x8"], ["2x8", "--check=2x8"]),
         (["--check=8"], ["--check=8", "NODESxGPUS"]),
+        (["--check=0x8"], ["--check=0x8", "NODESxGPUS"]),
     ],
 )
 def test_mistyped_options_get_a_close_match(folder, capsys, args, words):

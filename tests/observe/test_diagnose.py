@@ -117,3 +117,11 @@ def test_every_verb_has_a_command(capsys):
     assert "VERB=colour: unknown verb" in capsys.readouterr().err
     assert main(["simulate", "--run", "logs"]) == 2
     assert "VERB=simulate: removed; use skyrl-megatron check --gpu" in capsys.readouterr().err
+
+
+def test_data_sets_that_the_help_names_can_be_prepared():
+    from skyrl_megatron.cli import VERBS
+    from skyrl_megatron.data.prepare import DATASETS
+
+    names = VERBS["prepare"][1].partition(": ")[2].removesuffix(", …").split(", ")
+    assert len(names) == 3 and {*names} <= {*DATASETS}

@@ -58,6 +58,7 @@ def test_a_folder_of_each_node_alone_is_refused(model, keys, lines, monkeypatch)
     from skyrl_megatron_observe.preflight.room_checks import shared_folders
 
     monkeypatch.delenv("TMPDIR", raising=False)
+    monkeypatch.setenv("HOME", "/home/somebody")  # a home below /tmp is a folder of each node too
     run = planned(model, FOUR, f"{T}placement.policy_num_nodes=4", *keys)
     assert [str(problem)[: len(line)] for problem, line in zip(shared_folders(run), lines, strict=True)] == lines
     run = planned(model, Hardware(0, 4, elsewhere=True), f"{T}placement.policy_num_nodes=4", *keys)

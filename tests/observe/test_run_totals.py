@@ -69,6 +69,35 @@ def test_steps_hours_tokens_and_bytes_by_hand(planned):
     assert f"an export {gigabytes(weights)}" in lines["disk"] and "kept samples" in lines["disk"]
 
 
+OFFLOADED = "{optimizer_cpu_offload: true, optimizer_offload_fraction: 0.5}"
+MEGATRON = "trainer.policy.megatron_config"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [f"{MEGATRON}.optimizer_config_kwargs={OFFLOADED}"],
+        ["trainer.bf16=false"],
+        ["trainer.policy.model.lora.rank=8"],
+    ],
+    ids=["offload", "fp32", "adapters"],
+)
+def test_a_checkpoint_has_the_same_bytes_in_the_totals_and_in_the_check_of_the_disk(planned, changes):
+    """Wherever the optimizer's state is kept between steps: a file has masters and moments once, in fp32."""
+    from skyrl_megatron_observe.estimate.memory_budget import gigabytes, parameter_tables
+    from skyrl_megatron_observe.estimate.run_totals import checkpoint_bytes
+    from skyrl_megatron_observe.preflight.room_checks import written
+
+    cfg, estimate = planned(*changes)
+    model = estimate.models["policy"]
+    trained = model.table.total() if model.adapters is None else model.factors(0).parameters
+    size = trained * ((2 if cfg.trainer.bf16 else 4) + 12)
+    assert checkpoint_bytes(model) == size
+    assert f"a checkpoint {gigabytes(size)} (" in lines_of(estimate)["disk"]
+    (checkpoint, *_) = written(cfg, parameter_tables(cfg), on_cpu=False)
+    assert checkpoint.text.startswith(f"a checkpoint takes {gigabytes(size)}, ")
+
+
 def test_sampled_groups_of_an_asynchronous_run(planned):
     ahead = ["trainer.fully_async.enabled=true", "trainer.placement.colocate_all=false"]
     ahead += [

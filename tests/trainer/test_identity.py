@@ -324,6 +324,7 @@ def test_changed_settings_are_named_once(start):
 
 # ---------------------------------------------------------------------------------------------- folders
 def test_exports_of_another_run_are_moved_aside(start, tmp_path):
+    from skyrl_megatron.errors import SkyRLMegatronWarning
     from skyrl_megatron.identity import run_identity
     from skyrl_megatron.trainer.checkpoints import prepare_export
 
@@ -333,7 +334,8 @@ def test_exports_of_another_run_are_moved_aside(start, tmp_path):
         folder.mkdir()
         (folder / "weights").write_text("first")
     assert [path.name for path in tmp_path.iterdir()] == ["global_step_3"]
-    assert not prepare_export(tmp_path, 3, identity=second).exists()
+    with pytest.warns(SkyRLMegatronWarning, match=r"held the export of another run, .* global_step_3\.of_"):
+        assert not prepare_export(tmp_path, 3, identity=second).exists()
     (aside,) = tmp_path.glob("global_step_3.of_*")
     assert (aside / "policy/weights").read_text() == "first"
 
