@@ -97,7 +97,9 @@ class MegatronEngine(TrainedModel):
             positions = self.model.hf.config.get("max_position_embeddings")
             problem = too_long(batch, positions) or self.find_problem(batch, objective)
             if self._replayed:
-                problem = problem or find_route_problem(batch, self.model, self._missing_routes)
+                taught = isinstance(objective, PolicyObjective) and objective.name == "cross_entropy"
+                missing = "natural" if taught else self._missing_routes  # no engine sampled known answers
+                problem = problem or find_route_problem(batch, self.model, missing)
             # Every rank must agree before the schedule: a rank that stays away would block the others' collectives.
             raise_on_all_ranks(problem)
             for name, rows in self._turns(batch):

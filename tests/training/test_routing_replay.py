@@ -165,6 +165,7 @@ def test_bad_routes_are_named(ranks, folder, routed):
     assert f"uid {uid}, token 1, layer 2: the engine's route [3, 4] does not have" in found["out of range"]
     assert "routes have 3 layers and 2 experts per token, the model has 4 layers and 2 experts" in found["layers"]
     assert "uid prompt-0: the engine returned no experts for token 10 of " in found["missing"]
+    assert found["taught"] > 0
 
 
 def refused(folder, batch):
@@ -184,4 +185,5 @@ def refused(folder, batch):
     engine.megatron.moe_routing_replay_missing = "error"
     with pytest.raises(ValueError, match="uid") as caught:
         engine.forward_backward(batch)
-    return found | {"missing": str(caught.value)}
+    taught = engine.forward_backward(batch, objective=engine.objective({"policy_loss_type": "cross_entropy"}))
+    return found | {"missing": str(caught.value), "taught": taught["policy_loss"]}
