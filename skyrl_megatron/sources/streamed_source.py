@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+from skyrl_megatron.data.samplers import InOrder, Shuffle
 from skyrl_megatron.rollout.dynamic_sampling import Batch, distinct_uids, groups, measured_rewards
 from skyrl_megatron.rollout.interface import GeneratorOutput
 from skyrl_megatron.rollout.outputs import concatenate_generator_outputs, row_uids
@@ -43,7 +44,6 @@ class StreamedRollouts(AgedRollouts):
         """The groups on disk, which outlive the process; set by :meth:`open`."""
         self.taken: list[Group] = []
         """Groups that were taken for the current step."""
-        self._first: dict[str, int] = {}  # uid → number of the first group that has it
         self._unused: set[int] = set()  # numbers of taken groups that are not trained on
         self._position: dict[str, Any] = {"oldest": 0, "ahead": []}  # of the stream, after the last step
         self._recovered = ResumedGroups()
@@ -94,10 +94,11 @@ class StreamedRollouts(AgedRollouts):
         self.loader.observe(number, values)
 
     async def sample_group(self, group: Group) -> GeneratorOutput:
-        """Sample the rows of a group. Small data have a prompt again before its first group is trained, maybe in the
-        same step: trajectories are named ``UID#NUMBER`` then."""
-        first = self._first.setdefault(group.uid, group.number)
-        name = group.uid if group.number == first else f"{group.uid.partition('#')[0]}#{group.number}"
+        """Sample the rows of a group. A prompt that is drawn again may be in flight already, in the same step: its
+        trajectories are named ``UID#NUMBER``, in each life of the run."""
+        loader = self.loader
+        is_new = isinstance(loader.sampler, Shuffle | InOrder) and group.number < len(loader) * loader.batch_size
+        name = group.uid if is_new or not self.bound else f"{group.uid.partition('#')[0]}#{group.number}"
         generator_input, uids = self.parts.prepare_generator_input([group.prompt | {"uid": name}], "train")
         if self.groups is not None:
             generator_input["trajectory_log"] = await self.groups.trajectories(group, len(uids))
