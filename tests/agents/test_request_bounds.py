@@ -359,7 +359,8 @@ def test_mutated_requests_get_one_clear_error_or_an_answer(setting, count, caplo
             changed = mutated(rng, changed) if isinstance(changed, dict) and changed else changed
         answer = post(trajectory, path, changed)
         shown = json.dumps(changed)[:500], answer.text[:500]
-        assert answer.status_code in (200, 400, 404), shown
+        unwritable = answer.status_code == 500 and "the policy sampled cannot be written as an answer" in answer.text
+        assert answer.status_code in (200, 400, 404) or unwritable, shown  # a tool's arguments that were cut off
         if answer.status_code != 200:
             error = answer.json()["error"]
             assert error["message"] and "Traceback" not in error["message"], shown
