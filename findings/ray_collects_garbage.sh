@@ -3,7 +3,7 @@
 #
 # The raylet asks all workers, the driver too, to collect garbage when its store is more than 70 % full, at most every 10 s;
 # each collects all generations in a thread named PythonGCThread. That holds the GIL: 0.14 s over the 265,000 objects that
-# torch, transformers and ray leave after their import, in which no event loop of the process goes on. gc.disable() has no
+# torch, transformers and ray leave after their import, and blocks every event loop of the process. gc.disable() has no
 # effect on it; after gc.freeze() the same call takes 10 µs.
 #
 # Seen on Python 3.11 and 3.12 with ray 2.60.0: first collection after 23 s of one put a second, of 20 MiB into 200 MiB.

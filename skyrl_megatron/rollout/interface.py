@@ -27,7 +27,7 @@ class TrajectoryID:
     """The prompt of a trajectory, and the index of the sample."""
 
     instance_id: str
-    """The prompt's uid."""
+    """The prompt's uid; ``UID#NUMBER`` of a prompt that is drawn again."""
     repetition_id: int
     """Index of the sample among those of the prompt, from 0."""
 

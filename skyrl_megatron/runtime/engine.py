@@ -98,6 +98,7 @@ class MegatronEngine(TrainedModel):
             problem = too_long(batch, positions) or self.find_problem(batch, objective)
             if self._replayed:
                 taught = isinstance(objective, PolicyObjective) and objective.name == "cross_entropy"
+                taught &= self.cfg.trainer.algorithm.policy_loss_type != "cross_entropy"  # a warm-up, not the run
                 missing = "natural" if taught else self._missing_routes  # no engine sampled known answers
                 problem = problem or find_route_problem(batch, self.model, missing)
             # Every rank must agree before the schedule: a rank that stays away would block the others' collectives.

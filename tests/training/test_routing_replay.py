@@ -186,4 +186,7 @@ def refused(folder, batch):
     with pytest.raises(ValueError, match="uid") as caught:
         engine.forward_backward(batch)
     taught = engine.forward_backward(batch, objective=engine.objective({"policy_loss_type": "cross_entropy"}))
+    engine.cfg.trainer.algorithm.policy_loss_type = "cross_entropy"  # of sampled rows
+    with pytest.raises(ValueError, match="returned no experts"):
+        engine.forward_backward(batch)
     return found | {"missing": str(caught.value), "taught": taught["policy_loss"]}
